@@ -1,0 +1,136 @@
+"""All slots of all sites on the device, as one value; and the pure writes to it.
+
+A bank is a pytree of arrays and knows nothing of which adapter sits where (`slots.py`).
+`write` leaves the old bank valid (a running step may hold it); `write_donated` updates
+in place and deletes the arrays that it was given. Both are one compiled program per bank
+layout: the slot index is traced, the adapter's values arrive as one flat buffer per
+dtype, so no other rank, target set or slot compiles anything.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from lora_jax.layers import Sites
+from lora_jax.packing import Packed
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, eq=False)
+class Bank:
+    """Every slot of every site.
+
+    Attributes:
+      arrays: site name -> array name -> `(slots, *slot shape)`.
+    """
+
+    arrays: dict[str, dict[str, jax.Array]]
+
+    @property
+    def num_slots(self) -> int:
+        """Number of slots."""
+        return next(iter(next(iter(self.arrays.values())).values())).shape[0]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of device memory, all slots."""
+        return sum(array.nbytes for array in jax.tree.leaves(self.arrays))
+
+
+Staged = dict[str, np.ndarray]
+"""Dtype name -> flat host buffer: one adapter in the bank's layout, zero-padded."""
+
+
+def empty_bank(sites: Sites, slots: int, dtype: np.dtype) -> Bank:
+    """Returns a bank of zeros, on the default device.
+
+    Args:
+      sites: the LoRA layers; each states the shapes of one slot.
+      slots: how many adapters the bank holds at once.
+      dtype: dtype of the factors.
+    """
+    return Bank(
+        {
+            name: {
+                key: jnp.zeros((slots, *spec.shape), spec.dtype)
+                for key, spec in layer.slot_spec(dtype).items()
+            }
+            for name, layer in sites.items()
+        }
+    )
+
+
+def bank_dtype(sites: Sites, lora_dtype: str) -> np.dtype:
+    """Returns the dtype of the factors: `lora_dtype`, or the model's own for "auto"."""
+    if lora_dtype != "auto":
+        return np.dtype(lora_dtype)
+    first = next(iter(sites.values()))
+    return np.dtype(jax.tree.leaves(nnx.state(first, nnx.Param))[0].dtype)
+
+
+def stage(bank: Bank, packed: Packed) -> Staged:
+    """Returns the adapter as one flat zero-padded buffer per dtype, in host memory.
+
+    Sites that the adapter leaves alone, and ranks above its own, are zeros in it: a
+    write of the result leaves nothing of the slot's former occupant.
+    """
+    return _stage(bank, packed.sites)
+
+
+def write(bank: Bank, slot: int, staged: Staged) -> Bank:
+    """Returns a bank with `staged` in `slot`; the given bank stays valid."""
+    return _write(bank, jnp.int32(slot), staged)
+
+
+def write_donated(bank: Bank, slot: int, staged: Staged) -> Bank:
+    """Returns a bank with `staged` in `slot`, in place: the given bank is deleted."""
+    return _write_donated(bank, jnp.int32(slot), staged)
+
+
+def clear(bank: Bank, slot: int) -> Bank:
+    """Returns a bank whose `slot` is zeros; the given bank stays valid."""
+    return write(bank, slot, _stage(bank, {}))
+
+
+def _stage(bank: Bank, sites: Mapping[str, Mapping[str, np.ndarray]]) -> Staged:
+    sizes: dict[str, int] = {}
+    for array in jax.tree.leaves(bank.arrays):
+        dtype = array.dtype.name
+        sizes[dtype] = sizes.get(dtype, 0) + math.prod(array.shape[1:])
+    buffers = {dtype: np.zeros(size, dtype) for dtype, size in sizes.items()}
+    starts = dict.fromkeys(buffers, 0)
+    for name, arrays in bank.arrays.items():
+        for key, array in arrays.items():
+            dtype, shape = array.dtype.name, array.shape[1:]
+            start = starts[dtype]
+            starts[dtype] = stop = start + math.prod(shape)
+            values = sites.get(name, {}).get(key)
+            if values is not None:
+                corner = tuple(slice(size) for size in values.shape)
+                buffers[dtype][start:stop].reshape(shape)[corner] = values
+    return buffers
+
+
+def _write_slot(bank: Bank, slot: jax.Array, staged: dict[str, jax.Array]) -> Bank:
+    starts = dict.fromkeys(staged, 0)
+    written: dict[str, dict[str, jax.Array]] = {}
+    for name, arrays in bank.arrays.items():
+        written[name] = {}
+        for key, array in arrays.items():
+            dtype, shape = array.dtype.name, array.shape[1:]
+            start = starts[dtype]
+            starts[dtype] = stop = start + math.prod(shape)
+            values = staged[dtype][start:stop].reshape(shape)
+            written[name][key] = jax.lax.dynamic_update_index_in_dim(
+                array, values, slot, axis=0
+            )
+    return Bank(written)
+
+
+_write = jax.jit(_write_slot)
+_write_donated = jax.jit(_write_slot, donate_argnums=0)

@@ -1,0 +1,96 @@
+"""What every LoRA layer is: a base layer in its own place, with slots and routing.
+
+A LoRA layer is the *same object* as the base layer, its class exchanged for a subclass
+(`wrap.py`): parameter paths, `isinstance`, aliases and attributes that a model reads
+stay as they are. The subclass adds two variables, neither of them an `nnx.Param`, so
+checkpoints and optimizers of the base model do not see them.
+
+Knows nothing of adapters on disk, of who sits in which slot, or of the batch's origin.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+from flax import nnx
+
+from lora_jax.adapters import AdapterPart
+
+SlotSpec = dict[str, jax.ShapeDtypeStruct]
+"""Array name -> shape and dtype of *one* slot (no slot axis)."""
+
+HostSlot = dict[str, np.ndarray]
+"""Array name -> host values of one slot; each the corner of its `SlotSpec` shape, the
+rest being zeros."""
+
+
+class LoRASlots(nnx.Variable):
+    """All slots of one layer: `{array name: (slots, *slot shape)}`."""
+
+
+class LoRARouting(nnx.Variable):
+    """The batch's `lora_kernels.Routing` of one domain, shared by its layers.
+
+    `None` means that no row has an adapter: the layer is then exactly its base layer.
+    """
+
+
+@dataclass(frozen=True)
+class Site:
+    """Static facts of one LoRA layer.
+
+    Attributes:
+      name: module path, as in the Hugging Face model ("model.layers.0.mlp.down_proj").
+      kind: row of the WRAPPERS table, for reports ("linear").
+      domain: whose rows the layer sees, one of `lora_jax.shapes.DOMAINS`.
+      d_in: input width.
+      parts: `(name, output width)` of each packed child, in output order; a plain
+        layer has one part that bears the layer's own last name.
+      max_rank: largest rank that a slot can hold.
+    """
+
+    name: str
+    kind: str
+    domain: str
+    d_in: int
+    parts: tuple[tuple[str, int], ...]
+    max_rank: int
+
+    @property
+    def d_out(self) -> int:
+        """Output width: the sum over the parts."""
+        return sum(width for _, width in self.parts)
+
+    @property
+    def part_widths(self) -> tuple[int, ...]:
+        """Output width of each part."""
+        return tuple(width for _, width in self.parts)
+
+
+class LoRALayer:
+    """The interface that every kind of LoRA layer implements; a mixin, placed first.
+
+    Attributes:
+      lora_site: static facts.
+      lora_slots: all slots of this layer.
+      lora_routing: the batch's routing, one object per domain.
+    """
+
+    lora_site: Site
+    lora_slots: LoRASlots
+    lora_routing: LoRARouting
+
+    def slot_spec(self, dtype: jax.typing.DTypeLike) -> SlotSpec:
+        """Returns shapes and dtypes of one slot whose factors are held in `dtype`."""
+        raise NotImplementedError
+
+    def faults(self, part: int | None, weights: AdapterPart) -> list[str]:
+        """Returns why `weights` cannot sit at `part` (None: the whole fused layer)."""
+        raise NotImplementedError
+
+    def pack(
+        self, weights: Mapping[int | None, AdapterPart], dtype: np.dtype
+    ) -> HostSlot:
+        """Returns the host arrays of one slot; `faults` has found nothing before."""
+        raise NotImplementedError

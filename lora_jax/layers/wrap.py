@@ -1,0 +1,252 @@
+"""Finds the layers of a model that can carry LoRA and puts a LoRA layer in their place.
+
+`wrap` exchanges the *class* of each such layer for a subclass of it (Penzai's and qwix'
+surgery, without new objects): one object reached by two paths is wrapped once. Which
+base layers can be wrapped is the WRAPPERS table; a subclass of a row's type counts as
+that type, and its own forward is kept.
+"""
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from flax import nnx
+
+from lora_jax.config import LoRAConfig
+from lora_jax.errors import ConfigError, ModelError, faults
+from lora_jax.layers.base import LoRALayer, LoRARouting, LoRASlots, Site
+from lora_jax.layers.linear import LoRALinear
+from lora_jax.models.linear import FusedLinear
+from lora_jax.shapes import TOKENS
+
+
+@dataclass(frozen=True)
+class Wrapper:
+    """One row of WRAPPERS: how a base layer type becomes a LoRA layer.
+
+    Attributes:
+      kind: name for reports.
+      mixin: the LoRA layer, to be placed before the base type.
+      d_in: input width of a base layer.
+      parts: `(child name, width)` of each fused child, given the layer's own name.
+    """
+
+    kind: str
+    mixin: type[LoRALayer]
+    d_in: Callable[[nnx.Module], int]
+    parts: Callable[[nnx.Module, str], tuple[tuple[str, int], ...]]
+
+
+WRAPPERS: dict[type[nnx.Module], Wrapper] = {
+    FusedLinear: Wrapper(
+        "fused", LoRALinear, lambda layer: layer.in_features, lambda layer, _: layer.parts
+    ),
+    nnx.Linear: Wrapper(
+        "linear",
+        LoRALinear,
+        lambda layer: layer.in_features,
+        lambda layer, name: ((name.rpartition(".")[2], layer.out_features),),
+    ),
+}
+"""Most special type first: the first row that the layer is an instance of decides."""
+
+UNWRAPPED_HEADS = ("lm_head",)
+"""Layers whose rows are not tokens and that no layer kind here serves."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where an adapter's module lands: a part of a site, or (None) all its parts."""
+
+    site: str
+    part: int | None
+
+
+@dataclass(frozen=True)
+class Sites(Mapping[str, LoRALayer]):
+    """The LoRA layers of a model by module path, and every name that reaches them.
+
+    Attributes:
+      layers: site name -> layer, in the order of the model.
+      targets: every module path by which an adapter may name a site or a part.
+      routings: domain -> the routing variable that its layers share.
+    """
+
+    layers: dict[str, LoRALayer]
+    targets: dict[str, Target] = field(repr=False)
+    routings: dict[str, LoRARouting] = field(repr=False)
+
+    def __getitem__(self, name: str) -> LoRALayer:
+        """Returns the layer of a site."""
+        return self.layers[name]
+
+    def __iter__(self) -> Iterator[str]:
+        """Iterates over site names, in the order of the model."""
+        return iter(self.layers)
+
+    def __len__(self) -> int:
+        """Returns the number of LoRA layers."""
+        return len(self.layers)
+
+
+def wrap(model: nnx.Module, config: LoRAConfig) -> Sites:
+    """Puts LoRA layers with empty slots in the place of the model's layers.
+
+    Args:
+      model: any Flax NNX model; changed in place. LoRA layers of an earlier `wrap` are
+        taken off first.
+      config: `max_lora_rank`, `target_modules`.
+    Returns:
+      The sites, their slots still without arrays (`bank.empty_bank` makes them).
+    Raises:
+      ConfigError: if a target module matches nothing, or a layer that cannot be wrapped.
+      ModelError: if the model has no layer that can carry LoRA.
+    """
+    unwrap(model)
+    found = _layers_with_paths(model)
+    packed = getattr(type(model), "packed_modules_mapping", {})
+    chosen = [
+        (paths, layer, row)
+        for paths, layer in found
+        if (row := _wrapper(layer)) and _is_wanted(paths, config.target_modules, packed)
+    ]
+    _check_targets(config.target_modules, found, chosen, packed)
+    if not chosen and config.target_modules is None:
+        raise ModelError(
+            f"{type(model).__name__} has no layer that can carry LoRA; known types: "
+            f"{', '.join(kind.__name__ for kind in WRAPPERS)}."
+        )
+    prefixes = getattr(type(model), "lora_domains", {})
+    layers: dict[str, LoRALayer] = {}
+    targets: dict[str, Target] = {}
+    routings: dict[str, LoRARouting] = {}
+    for paths, layer, row in chosen:
+        domain = _domain(paths[0], prefixes)
+        routing = routings.setdefault(domain, LoRARouting(None))
+        site = Site(
+            name=paths[0],
+            kind=row.kind,
+            domain=domain,
+            d_in=row.d_in(layer),
+            parts=row.parts(layer, paths[0]),
+            max_rank=config.max_lora_rank,
+        )
+        layer.__class__ = _subclass(row.mixin, type(layer))
+        layer.lora_site = site  # type: ignore[attr-defined]
+        layer.lora_slots = LoRASlots(None)  # type: ignore[attr-defined]
+        layer.lora_routing = routing  # type: ignore[attr-defined]
+        layers[site.name] = layer  # type: ignore[assignment]
+        targets |= _targets(site, paths)
+    return Sites(layers, targets, routings)
+
+
+def unwrap(model: nnx.Module) -> None:
+    """Gives every LoRA layer of `model` its base class back; others stay untouched."""
+    for _, layer in _layers_with_paths(model):
+        if isinstance(layer, LoRALayer):
+            del layer.lora_site, layer.lora_slots, layer.lora_routing
+            layer.__class__ = type(layer).__bases__[1]
+
+
+@functools.cache
+def _subclass(mixin: type[LoRALayer], base: type[nnx.Module]) -> type[nnx.Module]:
+    """One class object per pair: graph definitions compare classes by identity."""
+    name = mixin.__name__ if base is nnx.Linear else f"LoRA{base.__name__}"
+    return type(name, (mixin, base), {"__module__": mixin.__module__})
+
+
+def _wrapper(layer: nnx.Module) -> Wrapper | None:
+    return next((row for kind, row in WRAPPERS.items() if isinstance(layer, kind)), None)
+
+
+def _layers_with_paths(model: nnx.Module) -> list[tuple[list[str], nnx.Module]]:
+    """Every module once, with all the paths that reach it, in the model's order."""
+    found: dict[int, tuple[list[str], nnx.Module]] = {}
+
+    def visit(module: nnx.Module, path: tuple[str, ...], above: tuple[int, ...]) -> None:
+        if id(module) in above:
+            return
+        if path:
+            found.setdefault(id(module), ([], module))[0].append(".".join(path))
+        for key, child in nnx.iter_children(module):
+            if isinstance(child, nnx.Module):
+                visit(child, (*path, str(key)), (*above, id(module)))
+
+    visit(model, (), ())
+    return list(found.values())
+
+
+def _targets(site: Site, paths: list[str]) -> dict[str, Target]:
+    if len(site.parts) == 1:
+        return {path: Target(site.name, 0) for path in paths}
+    reached = {path: Target(site.name, None) for path in paths}
+    for path in paths:
+        parent = path.rpartition(".")[0]
+        for part, (child, _) in enumerate(site.parts):
+            reached[f"{parent}.{child}" if parent else child] = Target(site.name, part)
+    return reached
+
+
+def _is_wanted(
+    paths: list[str],
+    target_modules: tuple[str, ...] | None,
+    packed: Mapping[str, tuple[str, ...]],
+) -> bool:
+    if any(path.rpartition(".")[2] in UNWRAPPED_HEADS for path in paths):
+        return False
+    if target_modules is None:
+        return True
+    return any(_matches(path, target, packed) for path in paths for target in target_modules)
+
+
+def _matches(path: str, target: str, packed: Mapping[str, tuple[str, ...]]) -> bool:
+    """A target is a suffix at a dot, a full path, or the packed child of a layer."""
+    parent, _, last = path.rpartition(".")
+    names = [last, *packed.get(last, ())]
+    spellings = [f"{parent}.{name}" if parent else name for name in names]
+    return any(("." + spelling).endswith("." + target) for spelling in spellings)
+
+
+def _check_targets(
+    target_modules: tuple[str, ...] | None,
+    found: list[tuple[list[str], nnx.Module]],
+    chosen: list[tuple[list[str], nnx.Module, Wrapper]],
+    packed: Mapping[str, tuple[str, ...]],
+) -> None:
+    problems = []
+    for target in target_modules or ():
+        hits = [
+            (path, layer)
+            for paths, layer in found
+            for path in paths
+            if _matches(path, target, packed)
+        ]
+        wrapped = {id(layer) for _, layer, _ in chosen}
+        problems += [
+            f"{path} ({type(layer).__name__}) matches {target!r} but cannot be wrapped "
+            "by any LoRA layer; name linear layers."
+            for path, layer in hits
+            if id(layer) not in wrapped
+        ]
+        if not hits:
+            last_names = sorted(
+                {path.rpartition(".")[2] for paths, *_ in chosen for path in paths}
+                or {
+                    path.rpartition(".")[2]
+                    for paths, layer in found
+                    if _wrapper(layer)
+                    for path in paths
+                }
+            )
+            problems.append(
+                f"{target!r} matches no module; layers that can carry LoRA: "
+                f"{', '.join(last_names)}."
+            )
+    if problems:
+        raise ConfigError(faults("target_modules cannot be used:", problems))
+
+
+def _domain(name: str, prefixes: Mapping[str, str]) -> str:
+    """The domain of the longest prefix (at a dot) that the model names."""
+    hits = [prefix for prefix in prefixes if f"{name}.".startswith(f"{prefix}.")]
+    return prefixes[max(hits, key=len)] if hits else TOKENS

@@ -1,0 +1,79 @@
+"""Adapter + sites -> Packed: host arrays in the bank's layout, at the adapter's own rank.
+
+Whether an adapter can be served by a model is decided here, completely and before any
+state changes: every module of the adapter has its place and its shape, or one
+`AdapterError` names every one that has not. NumPy only; nothing is on a device yet.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from lora_jax.adapters import Adapter, AdapterPart, match_modules
+from lora_jax.errors import AdapterError, faults
+from lora_jax.layers import Sites
+from lora_jax.layers.base import HostSlot
+
+
+@dataclass(frozen=True, eq=False)
+class Packed:
+    """One adapter, ready to be written into any slot of a bank. Never mutated.
+
+    Attributes:
+      name: the adapter's name, for messages.
+      sites: site name -> array name -> host values, each the corner of its slot's shape;
+        sites that the adapter does not adapt are absent (their slot becomes zeros).
+      placed: adapter module -> site that holds it.
+    """
+
+    name: str
+    sites: Mapping[str, HostSlot] = field(repr=False)
+    placed: Mapping[str, str] = field(repr=False)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of host memory."""
+        arrays = (array for slot in self.sites.values() for array in slot.values())
+        return sum(array.nbytes for array in arrays)
+
+
+def pack(adapter: Adapter, sites: Sites, dtype: np.dtype) -> Packed:
+    """Lays an adapter's weights out for the bank.
+
+    Args:
+      adapter: weights by module path.
+      sites: the model's LoRA layers.
+      dtype: dtype of the factors in the bank; scales stay float32.
+    Raises:
+      AdapterError: naming every module that has no site, and every pair whose kind,
+        width or rank its site cannot hold.
+    """
+    matched, unknown = match_modules(adapter.parts, sites.targets)
+    problems = _unknown_modules(unknown, sites)
+    grouped: dict[str, dict[int | None, AdapterPart]] = {}
+    for module, name in matched.items():
+        target = sites.targets[name]
+        weights = adapter.parts[module]
+        layer = sites[target.site]
+        problems += [f"{module}: {text}" for text in layer.faults(target.part, weights)]
+        taken = grouped.setdefault(target.site, {})
+        if target.part in taken or (taken and None in (target.part, *taken)):
+            problems.append(f"{module}: another module of the file has this place too.")
+        taken[target.part] = weights
+    if not adapter.parts:
+        problems.append("the adapter adapts no module.")
+    if problems:
+        headline = f"adapter {adapter.name!r} cannot be served by this model:"
+        raise AdapterError(faults(headline, problems))
+    packed = {name: sites[name].pack(parts, dtype) for name, parts in grouped.items()}
+    placed = {module: sites.targets[name].site for module, name in matched.items()}
+    return Packed(adapter.name, packed, placed)
+
+
+def _unknown_modules(unknown: list[str], sites: Sites) -> list[str]:
+    known = sorted({name.rpartition(".")[2] for name in sites.targets})
+    return [
+        f"{module}: not a module that this model can adapt; known: {', '.join(known)}."
+        for module in unknown
+    ]
