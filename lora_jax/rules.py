@@ -1,0 +1,160 @@
+"""What may be done to a slot table: never evict, or evict the least recently used.
+
+Both answer the same questions about a `SlotTable` and change nothing, except for
+the order of use. A plan that they return can be carried out; what cannot is an
+exception here, before anything has happened.
+
+Source: vLLM's `LoRAModelManager` (fixed) and `LRUCacheLoRAModelManager` (LRU),
+texts of the exceptions included.
+"""
+
+from collections.abc import Collection, Iterable
+from typing import Protocol
+
+from lora_jax.lru import LRU
+from lora_jax.slots import Activation, Registration, SlotTable
+
+NO_SLOT = "No free lora slots"
+NO_ROOM = "No free adapter slots."
+ALL_PINNED = "All items are pinned, cannot remove oldest from the cache."
+ALL_KEPT = (
+    "All items are pinned or held by running requests, cannot remove oldest from "
+    "the cache."
+)
+NO_PINS = (
+    "Pinning is not supported in LoRAModelManager. "
+    "Use LRUCacheLoRAModelManager for pinning"
+)
+
+
+class Rules(Protocol):
+    """What a manager asks before it acts."""
+
+    def plan_registration(self, table: SlotTable, id: int) -> Registration:
+        """Plans to register an id that is not registered."""
+        ...
+
+    def plan_activation(self, table: SlotTable, id: int) -> Activation:
+        """Plans to give an id that is not active a slot."""
+        ...
+
+    def check_pin(self, table: SlotTable, id: int) -> None:
+        """Raises if `id` cannot be pinned, whatever the slots."""
+        ...
+
+    def can_activate(self, table: SlotTable, ids: Iterable[int]) -> bool:
+        """Says whether all of `ids` can be active at once."""
+        ...
+
+    def added_again(self, table: SlotTable, id: int) -> None:
+        """Notes the use that lies in adding a registered id."""
+        ...
+
+    def activated_again(self, table: SlotTable, id: int) -> None:
+        """Notes the use that lies in activating an active id."""
+        ...
+
+
+class FixedRules:
+    """Nobody is ever evicted: what does not fit is an error."""
+
+    def plan_registration(self, table: SlotTable, id: int) -> Registration:
+        """Plans to register `id`. Raises RuntimeError when the host is full."""
+        if len(table.registered) >= table.capacity:
+            raise RuntimeError(NO_ROOM)
+        return Registration(id)
+
+    def plan_activation(self, table: SlotTable, id: int) -> Activation:
+        """Plans to give `id` the lowest free slot.
+
+        Raises:
+          ValueError: if no slot is free.
+          KeyError: if `id` is not registered.
+        """
+        free = table.free_slots()
+        if not free:
+            raise ValueError(NO_SLOT)
+        if id not in table.registered:
+            raise KeyError(id)
+        return Activation(id, free[0])
+
+    def check_pin(self, table: SlotTable, id: int) -> None:
+        """Raises NotImplementedError: without eviction there is nothing to pin."""
+        raise NotImplementedError(NO_PINS)
+
+    def can_activate(self, table: SlotTable, ids: Iterable[int]) -> bool:
+        """Says whether all of `ids` can be active at once, besides those that are."""
+        wanted = set(ids)
+        new = [id for id in wanted if id not in table.active]
+        return _all_registered(table, wanted) and len(new) <= len(table.free_slots())
+
+    def added_again(self, table: SlotTable, id: int) -> None:
+        """Nothing: this manager does not order by use here, as in vLLM."""
+
+    def activated_again(self, table: SlotTable, id: int) -> None:
+        """Nothing: this manager does not order by use here, as in vLLM."""
+
+
+class LRURules:
+    """The least recently used that is neither pinned nor held makes room."""
+
+    def plan_registration(self, table: SlotTable, id: int) -> Registration:
+        """Plans to register `id`. Raises RuntimeError if nobody may be evicted."""
+        if len(table.registered) < table.capacity:
+            return Registration(id)
+        return Registration(id, self.plan_eviction(table))
+
+    def plan_eviction(self, table: SlotTable) -> int:
+        """Returns the registered id to evict next. Raises RuntimeError if none."""
+        return _victim(table, table.registered)
+
+    def plan_activation(self, table: SlotTable, id: int) -> Activation:
+        """Plans to give `id` the lowest free slot, or the slot of the oldest.
+
+        Raises:
+          RuntimeError: if no slot is free and nobody may be evicted.
+          KeyError: if `id` is not registered.
+        """
+        free = table.free_slots()
+        victim = None if free else _victim(table, table.active)
+        if id not in table.registered:
+            raise KeyError(id)
+        if victim is None:
+            return Activation(id, free[0])
+        return Activation(id, table.index_to_id.index(victim), victim)
+
+    def check_pin(self, table: SlotTable, id: int) -> None:
+        """Raises ValueError if `id` is not registered."""
+        if id not in table.registered:
+            raise ValueError(f"Pinning failed. LoRA {id} is not registered.")
+
+    def can_activate(self, table: SlotTable, ids: Iterable[int]) -> bool:
+        """Says whether all of `ids` can be active at once; others may be evicted."""
+        wanted = set(ids)
+        staying = [
+            id
+            for id in table.active
+            if id not in wanted and (table.active.is_pinned(id) or table.is_held(id))
+        ]
+        usable = table.num_slots - len(table.retired) - len(staying)
+        return _all_registered(table, wanted) and len(wanted) <= usable
+
+    def added_again(self, table: SlotTable, id: int) -> None:
+        """Makes `id` the newest on the host."""
+        table.registered.touch(id)
+
+    def activated_again(self, table: SlotTable, id: int) -> None:
+        """Makes `id` the newest on the device; the host's order stays, as in vLLM."""
+        table.active.touch(id)
+
+
+def _all_registered(table: SlotTable, ids: Collection[int]) -> bool:
+    return all(id in table.registered for id in ids)
+
+
+def _victim(table: SlotTable, order: LRU) -> int:
+    victim = order.oldest(kept=table.holds)
+    if victim is None:
+        nobody_holds = not table.holds and not table.retired
+        raise RuntimeError(ALL_PINNED if nobody_holds else ALL_KEPT)
+    return victim
