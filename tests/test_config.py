@@ -22,10 +22,6 @@ def test_any_rank_up_to_1024_is_accepted(rank: int) -> None:
             {"max_loras": 4, "max_cpu_loras": 2},
             r"max_cpu_loras \(2\) must be >= max_loras \(4\)",
         ),
-        (
-            {"max_cpu_loras": 1.5},
-            "max_cpu_loras must be a whole number or None, got 1.5",
-        ),
         ({"lora_dtype": "int8"}, "lora_dtype must be one of auto, float32.*'int8'"),
         ({"max_lora_cls_labels": 0}, "max_lora_cls_labels .* got 0"),
         ({"target_modules": "all-linear"}, r"write \['all-linear'\]"),
