@@ -26,6 +26,7 @@ FLOORS = {
     "lora_jax.adapters": 1,
     "lora_jax.request": 1,
     "lora_jax.routing": 1,
+    "lora_jax.rules": 1,
     "lora_jax.slots": 1,
     "lora_jax.layers": 2,
     "lora_jax.packing": 3,
