@@ -1,0 +1,159 @@
+"""What an adapter is in memory: module paths, each with the change made to it.
+
+Arrays are NumPy, read-only, and hold the file's own values in the file's own dtype
+(bfloat16 through `ml_dtypes`): the scale is carried beside them and folded into
+nothing, so nothing is scaled twice and writing back is exact. Knows nothing of files,
+of models, or of JAX.
+"""
+
+import itertools
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import ClassVar
+
+import ml_dtypes
+import numpy as np
+from jaxtyping import Float
+
+from lora_jax.adapters.report import Report
+from lora_jax.errors import AdapterError
+
+WEIGHT_DTYPES = tuple(
+    np.dtype(dtype)
+    for dtype in (np.float64, np.float32, np.float16, ml_dtypes.bfloat16)
+)
+"""Dtypes that an adapter's weights may have; integers and 8-bit floats are refused."""
+
+MAX_ID = 2**31 - 1
+"""Ids travel as int32."""
+
+
+@dataclass(frozen=True, eq=False)
+class LowRank:
+    """A low-rank update of a linear layer: `y += scale * (x @ a.T) @ b.T`.
+
+    Attributes:
+      a: `(rank, d_in)`, PEFT's `lora_A.weight`.
+      b: `(d_out, rank)`, PEFT's `lora_B.weight`.
+      scale: the factor on the product, e.g. alpha / rank.
+    """
+
+    kind: ClassVar[str] = "lora"
+    a: Float[np.ndarray, "rank d_in"]
+    b: Float[np.ndarray, "d_out rank"]
+    scale: float
+
+    @property
+    def rank(self) -> int:
+        """Rank, read from the tensors."""
+        return self.a.shape[0]
+
+
+@dataclass(frozen=True, eq=False)
+class FullModule:
+    """A module replaced as a whole, PEFT's `modules_to_save`.
+
+    Attributes:
+      weight: the new weight as stored in the Hugging Face checkpoint, `(d_out, d_in)`
+        for a linear layer and `(vocab, dim)` for an embedding.
+      bias: the new bias `(d_out,)`, or None where the file has none.
+    """
+
+    kind: ClassVar[str] = "full_module"
+    rank: ClassVar[int] = 0
+    weight: Float[np.ndarray, "d_out d_in"]
+    bias: Float[np.ndarray, " d_out"] | None = None
+
+
+AdapterPart = LowRank | FullModule
+"""What can be done to one module."""
+
+
+class _Ids:
+    """Hands out ids 1, 2, 3, ...; an id that a caller chose is not handed out later."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counter = itertools.count(1)
+        self._taken: set[int] = set()
+
+    def take(self, wanted: int | None) -> int:
+        with self._lock:
+            if wanted is None:
+                wanted = next(i for i in self._counter if i not in self._taken)
+            self._taken.add(wanted)
+            return wanted
+
+
+_IDS = _Ids()
+
+
+def take_id(adapter_id: int | None) -> int:
+    """Returns `adapter_id`, or the process's next unused id for None.
+
+    Raises:
+      AdapterError: if the id is not a whole number in 1..2**31-1 (0 means the base).
+    """
+    if adapter_id is None:
+        return _IDS.take(None)
+    whole = isinstance(adapter_id, int | np.integer) and not isinstance(
+        adapter_id, bool
+    )
+    if not whole or not 1 <= adapter_id <= MAX_ID:
+        raise AdapterError(
+            f"adapter id {adapter_id!r} is not a whole number in 1..{MAX_ID} "
+            "(0 means the base model); choose another, or None for the next free one."
+        )
+    return _IDS.take(int(adapter_id))
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Adapter:
+    """One adapter, complete and checked, on the host.
+
+    Attributes:
+      name: what people call it; the folder's name unless told otherwise.
+      id: positive, unique in the process unless the caller chose it.
+      parts: module path as in the Hugging Face model, without `base_model.model.`,
+        e.g. `model.layers.0.self_attn.q_proj` -> what is done to that module.
+      content_hash: SHA-256 of the values and scales; equal for equal adapters whatever
+        their name, id, file, or order of tensors.
+      report: every tensor of the file, and what became of it.
+      base_model: the base model's name in the config, "" where it has none.
+      config: the adapter's config as read.
+    """
+
+    name: str
+    id: int
+    parts: Mapping[str, AdapterPart]
+    content_hash: str
+    report: Report
+    base_model: str = ""
+    config: Mapping[str, object] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "parts", MappingProxyType(dict(self.parts)))
+        object.__setattr__(self, "config", MappingProxyType(dict(self.config)))
+
+    @property
+    def rank(self) -> int:
+        """Largest rank of any module, from the tensors; 0 without low-rank parts."""
+        return max((part.rank for part in self.parts.values()), default=0)
+
+    @property
+    def kinds(self) -> frozenset[str]:
+        """The kinds of change it makes; a server must know them all to serve it."""
+        return frozenset(part.kind for part in self.parts.values())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of host memory that its arrays hold."""
+        return sum(row.nbytes for row in self.report.modules)
+
+    def __repr__(self) -> str:
+        return (
+            f"Adapter({self.name!r}, id={self.id}, rank={self.rank}, "
+            f"modules={len(self.parts)}, hash={self.content_hash[:12]})"
+        )
