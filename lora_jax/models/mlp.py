@@ -1,0 +1,45 @@
+"""The gated feed-forward block: `down(act(gate(x)) * up(x))`."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from lora_jax.models.config import ModelConfig
+from lora_jax.models.linear import FusedLinear, plain_linear
+
+ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
+    "silu": jax.nn.silu,
+    "swish": jax.nn.silu,
+    "relu": jax.nn.relu,
+    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
+    "gelu_new": lambda x: jax.nn.gelu(x, approximate=True),
+    "gelu_pytorch_tanh": lambda x: jax.nn.gelu(x, approximate=True),
+}
+"""Hugging Face's `hidden_act` names."""
+
+
+class GatedMLP(nnx.Module):
+    """Gate and up as one product, then down."""
+
+    def __init__(self, config: ModelConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        width = config.intermediate_size
+        self.gate_up_proj = FusedLinear(
+            config.hidden_size,
+            (("gate_proj", width), ("up_proj", width)),
+            use_bias=config.mlp_bias,
+            dtype=dtype,
+            rngs=rngs,
+        )
+        self.down_proj = plain_linear(
+            width, config.hidden_size, use_bias=config.mlp_bias, dtype=dtype, rngs=rngs
+        )
+        self.hidden_act = config.hidden_act
+
+    def __call__(self, x: Float[Array, "*tokens d"]) -> Float[Array, "*tokens d"]:
+        """Returns the block's output, without the residual."""
+        gate, up = jnp.split(self.gate_up_proj(x), 2, axis=-1)
+        return self.down_proj(ACTIVATIONS[self.hidden_act](gate) * up)
