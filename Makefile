@@ -77,14 +77,7 @@ clean:  ## remove the environment and every cache in the tree
 .ONESHELL:
 
 $(VENV)/.made:
-	@$(PYTHON) - <<'PY'
-	import sys
-	if sys.version_info < (3, 11):
-	    sys.exit(f"lora-jax needs Python 3.11 or newer, {sys.executable} is "
-	             f"{sys.version.split()[0]}; try: make PYTHON=python3.12 ...")
-	print(f"==> Creating {'$(VENV)'} with Python {sys.version.split()[0]}", flush=True)
-	PY
-	$(PYTHON) -m venv --clear $(VENV)
+	@.ci/make-venv $(PYTHON) $(VENV)
 	touch $@
 
 $(VENV)/.base: $(VENV)/.made pyproject.toml
