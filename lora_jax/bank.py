@@ -20,7 +20,6 @@ from lora_jax.layers import Sites
 from lora_jax.packing import Packed
 
 
-@jax.tree_util.register_dataclass
 @dataclass(frozen=True, eq=False)
 class Bank:
     """Every slot of every site.
@@ -40,6 +39,21 @@ class Bank:
     def nbytes(self) -> int:
         """Bytes of device memory, all slots."""
         return sum(array.nbytes for array in jax.tree.leaves(self.arrays))
+
+
+def _unflatten(_: None, arrays: tuple[object]) -> Bank:
+    # Not through __init__: JAX also builds trees of shapes and shardings, which a
+    # run-time type check of the field would refuse.
+    bank = object.__new__(Bank)
+    object.__setattr__(bank, "arrays", arrays[0])
+    return bank
+
+
+jax.tree_util.register_pytree_with_keys(
+    Bank,
+    lambda bank: (((jax.tree_util.GetAttrKey("arrays"), bank.arrays),), None),
+    _unflatten,
+)
 
 
 Staged = dict[str, np.ndarray]

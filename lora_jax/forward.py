@@ -34,7 +34,10 @@ def split(model: nnx.Module) -> tuple[nnx.GraphDef, nnx.State]:
     ]
     install(model, None, {})
     try:
-        return nnx.split(model)
+        graphdef, weights = nnx.split(model)
+        # The state shares its variables with the model; new ones stay empty when the
+        # model's get their slots back.
+        return graphdef, jax.tree.map(lambda array: array, weights)
     finally:
         for variable, value in held:
             variable.set_value(value)

@@ -75,7 +75,9 @@ def mapping_to_routing(
       KeyError: if an id sits in no slot.
     """
     slots = len(lora_index_to_id)
-    slot_of = {id_: slot for slot, id_ in enumerate(lora_index_to_id) if id_ is not None}
+    slot_of = {
+        id_: slot for slot, id_ in enumerate(lora_index_to_id) if id_ is not None
+    }
     rows = {
         LoRAMappingType.LANGUAGE: {
             TOKENS: mapping.index_mapping,

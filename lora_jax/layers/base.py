@@ -68,8 +68,11 @@ class Site:
         return tuple(width for _, width in self.parts)
 
 
-class LoRALayer:
+class LoRALayer(nnx.Module):
     """The interface that every kind of LoRA layer implements; a mixin, placed first.
+
+    It derives from `nnx.Module` because CPython exchanges an object's class only for
+    one of the same storage layout.
 
     Attributes:
       lora_site: static facts.

@@ -39,7 +39,10 @@ class Wrapper:
 
 WRAPPERS: dict[type[nnx.Module], Wrapper] = {
     FusedLinear: Wrapper(
-        "fused", LoRALinear, lambda layer: layer.in_features, lambda layer, _: layer.parts
+        "fused",
+        LoRALinear,
+        lambda layer: layer.in_features,
+        lambda layer, _: layer.parts,
     ),
     nnx.Linear: Wrapper(
         "linear",
@@ -131,7 +134,7 @@ def wrap(model: nnx.Module, config: LoRAConfig) -> Sites:
             parts=row.parts(layer, paths[0]),
             max_rank=config.max_lora_rank,
         )
-        layer.__class__ = _subclass(row.mixin, type(layer))
+        _set_class(layer, _subclass(row.mixin, type(layer)))
         layer.lora_site = site  # type: ignore[attr-defined]
         layer.lora_slots = LoRASlots(None)  # type: ignore[attr-defined]
         layer.lora_routing = routing  # type: ignore[attr-defined]
@@ -145,7 +148,12 @@ def unwrap(model: nnx.Module) -> None:
     for _, layer in _layers_with_paths(model):
         if isinstance(layer, LoRALayer):
             del layer.lora_site, layer.lora_slots, layer.lora_routing
-            layer.__class__ = type(layer).__bases__[1]
+            _set_class(layer, type(layer).__bases__[1])
+
+
+def _set_class(layer: nnx.Module, kind: type[nnx.Module]) -> None:
+    """Plain assignment would enter `__class__` among the module's attributes."""
+    object.__setattr__(layer, "__class__", kind)
 
 
 @functools.cache
@@ -156,14 +164,18 @@ def _subclass(mixin: type[LoRALayer], base: type[nnx.Module]) -> type[nnx.Module
 
 
 def _wrapper(layer: nnx.Module) -> Wrapper | None:
-    return next((row for kind, row in WRAPPERS.items() if isinstance(layer, kind)), None)
+    return next(
+        (row for kind, row in WRAPPERS.items() if isinstance(layer, kind)), None
+    )
 
 
 def _layers_with_paths(model: nnx.Module) -> list[tuple[list[str], nnx.Module]]:
     """Every module once, with all the paths that reach it, in the model's order."""
     found: dict[int, tuple[list[str], nnx.Module]] = {}
 
-    def visit(module: nnx.Module, path: tuple[str, ...], above: tuple[int, ...]) -> None:
+    def visit(
+        module: nnx.Module, path: tuple[str, ...], above: tuple[int, ...]
+    ) -> None:
         if id(module) in above:
             return
         if path:
@@ -196,7 +208,9 @@ def _is_wanted(
         return False
     if target_modules is None:
         return True
-    return any(_matches(path, target, packed) for path in paths for target in target_modules)
+    return any(
+        _matches(path, target, packed) for path in paths for target in target_modules
+    )
 
 
 def _matches(path: str, target: str, packed: Mapping[str, tuple[str, ...]]) -> bool:
