@@ -2,9 +2,9 @@
 
 A bank is a pytree of arrays and knows nothing of which adapter sits where (`slots.py`).
 `write` leaves the old bank valid (a running step may hold it); `write_donated` updates
-in place and deletes the arrays that it was given. Both are one compiled program per bank
-layout: the slot index is traced, the adapter's values arrive as one flat buffer per
-dtype, so no other rank, target set or slot compiles anything.
+in place and deletes the arrays that it was given. Both are one compiled program per
+bank layout: the slot index is traced, the adapter's values arrive as one flat buffer
+per dtype, so no other rank, target set or slot compiles anything.
 """
 
 import math

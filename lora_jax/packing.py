@@ -1,4 +1,4 @@
-"""Adapter + sites -> Packed: host arrays in the bank's layout, at the adapter's own rank.
+"""Adapter + sites -> Packed: host arrays in the bank's layout, at its own rank.
 
 Whether an adapter can be served by a model is decided here, completely and before any
 state changes: every module of the adapter has its place and its shape, or one
@@ -22,8 +22,8 @@ class Packed:
 
     Attributes:
       name: the adapter's name, for messages.
-      sites: site name -> array name -> host values, each the corner of its slot's shape;
-        sites that the adapter does not adapt are absent (their slot becomes zeros).
+      sites: site name -> array name -> host values, each the corner of its slot's
+        shape; sites without weights of the adapter are absent (their slot is zeros).
       placed: adapter module -> site that holds it.
     """
 

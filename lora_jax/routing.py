@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 import numpy as np
-from lora_kernels import Routing, make_routing
 
 from lora_jax.shapes import BASE_ID, BASE_SLOT, CONNECTOR, PROMPTS, TOKENS, TOWER
+from lora_kernels import Routing, make_routing
 
 RoutingSet = dict[str, Routing]
 """Domain -> routing of its rows. A domain without an entry does no LoRA work."""
@@ -30,7 +30,7 @@ class LoRAMappingType(enum.Enum):
 
 @dataclass(frozen=True)
 class LoRAMapping:
-    """Adapter ids of one batch, compared by value; id 0 (or negative) is the base model.
+    """Adapter ids of one batch, compared by value; 0 (or negative) is the base model.
 
     Attributes:
       index_mapping: one id per token row, in the order in which the layers see them.

@@ -1,10 +1,12 @@
-"""A toy model, adapters for it, and the oracle: each row with its own merged weights."""
+"""A toy model, adapters for it, and the oracle: each row with its merged weights."""
 
 from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+
 from lora_jax.adapters import Adapter, adapter_from_tensors
 from lora_jax.layers import Sites
 from lora_jax.models.linear import FusedLinear
@@ -32,7 +34,7 @@ class Block(nnx.Module):
 class Toy(nnx.Module):
     """Two blocks; `shared` is a second path to the first block's square layer."""
 
-    packed_modules_mapping = {"qkv_proj": ("q_proj", "k_proj", "v_proj")}
+    packed_modules_mapping: ClassVar = {"qkv_proj": ("q_proj", "k_proj", "v_proj")}
 
     def __init__(self, seed: int = 0, dtype: str = "float32"):
         rngs = nnx.Rngs(seed)
@@ -100,7 +102,7 @@ def make_adapter(
 
 
 def merged(model: Toy, adapter: Adapter | None) -> Toy:
-    """Returns a copy of an unwrapped model with the adapter in its weights (float64)."""
+    """Returns a copy of an unwrapped model, merged with the adapter in float64."""
     copy = nnx.clone(model)
     for module, pair in ({} if adapter is None else adapter.parts).items():
         _, layer, name = module.split(".")

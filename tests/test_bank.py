@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
 from helpers import Toy, make_adapter
 from lora_jax import bank as bank_module
 from lora_jax.bank import bank_dtype, clear, empty_bank, stage, write, write_donated

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+
 from helpers import TOLERANCE, Toy, expected_rows, inputs, make_adapter
 from lora_jax.bank import empty_bank, stage, write
 from lora_jax.config import LoRAConfig

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+
 from helpers import Toy, make_adapter
 from lora_jax.adapters import adapter_from_tensors
 from lora_jax.config import LoRAConfig

@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
 from lora_jax.routing import (
     LoRAMapping,
     LoRAMappingType,

@@ -15,10 +15,10 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 import numpy as np
-from lora_kernels import lora_delta
 
 from lora_jax.adapters import AdapterPart, LowRank
 from lora_jax.layers.base import HostSlot, LoRALayer, SlotSpec
+from lora_kernels import lora_delta
 
 
 class LoRALinear(LoRALayer):
@@ -42,7 +42,7 @@ class LoRALinear(LoRALayer):
         if rows.shape[0] != routing.slot.shape[0]:
             raise ValueError(
                 f"{site.name}: the routing names {routing.slot.shape[0]} rows, but the "
-                f"layer sees {rows.shape[0]}; give one adapter id per {site.domain} row."
+                f"layer sees {rows.shape[0]}; give one id per row ({site.domain})."
             )
         updated = lora_delta(
             rows,

@@ -102,7 +102,7 @@ def wrap(model: nnx.Module, config: LoRAConfig) -> Sites:
     Returns:
       The sites, their slots still without arrays (`bank.empty_bank` makes them).
     Raises:
-      ConfigError: if a target module matches nothing, or a layer that cannot be wrapped.
+      ConfigError: if a target module matches nothing, or what cannot be wrapped.
       ModelError: if the model has no layer that can carry LoRA.
     """
     unwrap(model)

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+
 from helpers import TOLERANCE, Toy, expected_rows, inputs, make_adapter
 from lora_jax.adapters import LowRank
 from lora_jax.bank import empty_bank, stage, write

@@ -1,8 +1,11 @@
 """Which layers get a LoRA layer, under which names, and what wrapping leaves alone."""
 
+from typing import ClassVar
+
 import jax
 import pytest
 from flax import nnx
+
 from helpers import Toy, slots_from_scratch
 from lora_jax.config import LoRAConfig
 from lora_jax.errors import ConfigError, ModelError
@@ -115,7 +118,7 @@ def test_a_subclass_keeps_its_own_forward():
 
 def test_domains_follow_the_longest_prefix():
     class Vision(nnx.Module):
-        lora_domains = {"visual": "tower", "visual.merger": "connector"}
+        lora_domains: ClassVar = {"visual": "tower", "visual.merger": "connector"}
 
         def __init__(self):
             rngs = nnx.Rngs(0)
