@@ -1,0 +1,9 @@
+"""Composes host, device and batch into vLLM's two LoRA managers."""
+
+from lora_jax.manager.managers import (
+    LoRAModelManager as LoRAModelManager,
+)
+from lora_jax.manager.managers import (
+    LRUCacheLoRAModelManager as LRUCacheLoRAModelManager,
+)
+from lora_jax.manager.snapshot import Snapshot as Snapshot

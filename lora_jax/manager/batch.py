@@ -1,0 +1,105 @@
+"""The batch tier: the routing of the current mapping, always visible to the model.
+
+Kept per mapping type under (mapping, slot layout): the same mapping under another slot
+table is another routing. When an adapter of the mapping has left its slot, its rows
+have no right answer until the next mapping; running the model then is an error.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lora_jax.layers import LoRARouting, Sites
+from lora_jax.routing import (
+    LoRAMapping,
+    LoRAMappingType,
+    RoutingSet,
+    mapping_to_routing,
+)
+from lora_jax.shapes import CONNECTOR, PROMPTS, TOKENS, TOWER
+
+DOMAINS_OF = {
+    LoRAMappingType.LANGUAGE: (TOKENS, PROMPTS),
+    LoRAMappingType.TOWER: (TOWER,),
+    LoRAMappingType.CONNECTOR: (CONNECTOR,),
+}
+"""Mapping type -> the domains whose rows it names."""
+
+Layout = tuple[int | None, ...]
+"""Adapter id in each slot."""
+
+
+@dataclass(frozen=True)
+class StaleRouting:
+    """Stands where a routing was, after an adapter of its mapping left its slot."""
+
+    absent: tuple[int, ...]
+
+    def __getattr__(self, name: str) -> object:
+        raise RuntimeError(
+            f"adapters {list(self.absent)} of the current mapping have left their "
+            "slots; activate them and call set_adapter_mapping before the next run."
+        )
+
+
+@dataclass(frozen=True)
+class _Routed:
+    mapping: LoRAMapping
+    layout: Layout
+    routing: RoutingSet
+
+
+class BatchTier:
+    """The routing of a wrapped model.
+
+    Args:
+      sites: the model's LoRA layers; their routing variables show the current routing.
+    """
+
+    def __init__(self, sites: Sites) -> None:
+        self._variables: dict[str, LoRARouting] = dict(sites.routings)
+        self._routed: dict[LoRAMappingType, _Routed] = {}
+        self.computed = 0
+
+    @property
+    def routing(self) -> RoutingSet:
+        """Domain -> routing; empty when no row has an adapter."""
+        return {
+            domain: routing
+            for routed in self._routed.values()
+            for domain, routing in routed.routing.items()
+        }
+
+    def set(self, mapping: LoRAMapping, layout: Layout) -> None:
+        """Makes `mapping` current. Raises KeyError, naming ids that are in no slot."""
+        last = self._routed.get(mapping.type)
+        if last is None or (last.mapping, last.layout) != (mapping, layout):
+            routing = mapping_to_routing(mapping, layout)
+            self._routed[mapping.type] = _Routed(mapping, layout, routing)
+            self.computed += 1
+        self._show(mapping.type)
+
+    def follow(self, layout: Layout) -> None:
+        """Adjusts the current routing to a slot table that has changed."""
+        for kind, routed in list(self._routed.items()):
+            absent = _absent(routed.mapping, layout)
+            if absent:
+                del self._routed[kind]
+                self._poison(kind, absent)
+            else:
+                self.set(routed.mapping, layout)
+
+    def _show(self, kind: LoRAMappingType) -> None:
+        routing = self._routed[kind].routing
+        for domain in DOMAINS_OF[kind]:
+            if domain in self._variables:
+                self._variables[domain].set_value(routing.get(domain))
+
+    def _poison(self, kind: LoRAMappingType, absent: Sequence[int]) -> None:
+        for domain in DOMAINS_OF[kind]:
+            if domain in self._variables:
+                self._variables[domain].set_value(StaleRouting(tuple(absent)))
+
+
+def _absent(mapping: LoRAMapping, layout: Layout) -> list[int]:
+    ids = {*mapping.index_mapping, *mapping.prompt_mapping}
+    return sorted(id for id in ids if id > 0 and id not in layout)

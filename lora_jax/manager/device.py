@@ -1,0 +1,70 @@
+"""The device tier: one bank, written slot by slot, always visible to the model.
+
+Knows which slot gets which values, not why. A write is in place when nobody else holds
+the bank and otherwise leaves the old one valid (`ownership.py`), so whoever was given a
+bank may keep it.
+"""
+
+import numpy as np
+
+from lora_jax.bank import Bank, empty_bank, stage, write, write_donated
+from lora_jax.layers import LoRASlots, Sites
+from lora_jax.manager.ownership import References, count_references, is_sole_owner
+from lora_jax.packing import Packed
+
+NOTHING = Packed("nothing", {}, {})
+"""An adapter without weights: every site of its slot is zeros."""
+
+
+class DeviceTier:
+    """The bank of a wrapped model.
+
+    Args:
+      sites: the model's LoRA layers; their slot variables show the current bank.
+      slots: number of slots.
+      dtype: dtype of the factors.
+    """
+
+    def __init__(self, sites: Sites, slots: int, dtype: np.dtype) -> None:
+        # The variables themselves, not the layers: wrapping the model again gives the
+        # layers new ones, and this bank must not appear there.
+        self._variables: dict[str, LoRASlots] = {
+            name: layer.lora_slots for name, layer in sites.items()
+        }
+        self._bank = empty_bank(sites, slots, dtype)
+        before = count_references(self._bank)
+        self._show()
+        after = count_references(self._bank)
+        self._shown = [b - a for a, b in zip(before, after, strict=True)]
+        self._own: References = after
+        self.copies = 0
+
+    @property
+    def bank(self) -> Bank:
+        """The current bank. It stays valid while anybody holds it."""
+        return self._bank
+
+    def write(self, slot: int, packed: Packed) -> None:
+        """Puts an adapter into a slot; nothing of the former occupant stays."""
+        staged = stage(self._bank, packed)
+        if is_sole_owner(count_references(self._bank), self._own):
+            self._bank = write_donated(self._bank, slot, staged)
+        else:
+            self.copies += 1
+            self._bank = write(self._bank, slot, staged)
+        self._publish()
+
+    def clear(self, slot: int) -> None:
+        """Fills a slot with zeros: it gets an adapter that adapts nothing."""
+        self.write(slot, NOTHING)
+
+    def _publish(self) -> None:
+        # Counted before the variables show it: until then nobody else can reach it.
+        # The bank is no argument here, because every frame that names it counts too.
+        counted = count_references(self._bank)
+        self._own = [n + d for n, d in zip(counted, self._shown, strict=True)]
+        self._show()
+
+    def _show(self) -> None:
+        for name, variable in self._variables.items():
+            variable.set_value(self._bank.arrays[name])
