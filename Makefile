@@ -19,7 +19,7 @@ pytest := JAX_PLATFORMS=cpu $(bin)/python -m pytest
 
 .PHONY: help
 help:  ## list the targets
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
 
 .PHONY: demo
 demo: $(VENV)/.base  ## answer one mixed batch with a real model and many adapters
