@@ -1,0 +1,166 @@
+"""The adapters that requests may name, and their way into a slot when a row needs one.
+
+    name -> id -> registered on the host (read again from its folder if it was evicted)
+               -> held in a slot, for as long as a row uses it
+
+The engine's side of the manager: it implements the scheduler's `AdapterGate`.
+"""
+
+import dataclasses
+import difflib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from lora_jax.adapters import Adapter, load_adapter
+from lora_jax.bank import Bank
+from lora_jax.errors import AdapterError, ConfigError
+from lora_jax.manager import LoRAModelManager
+from lora_jax.slots import Hold
+
+SHOWN_NAMES = 8
+"""Known names in an error about an unknown one, at most."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Source:
+    """A named adapter that can be read again."""
+
+    id: int
+    path: Path
+    content_hash: str
+
+
+class ServedAdapters:
+    """Names, and the manager behind them.
+
+    An adapter is known by name if it was added here by path, or registered with the
+    manager by anyone. Those added by path are read again when the manager's host tier
+    has evicted them, so there may be more of them than `max_cpu_loras`.
+
+    Args:
+      manager: None if only the base model is served.
+    """
+
+    def __init__(self, manager: LoRAModelManager | None) -> None:
+        self._manager = manager
+        self._sources: dict[str, _Source] = {}
+        self._names: dict[int, str] = {}
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of the bank; 0 without a manager."""
+        return 0 if self._manager is None else self._manager.lora_slots
+
+    @property
+    def bank(self) -> Bank | None:
+        """The bank to give to the next step."""
+        return None if self._manager is None else self._manager.bank
+
+    def add(self, name: str, path: str | os.PathLike[str]) -> Adapter:
+        """Reads an adapter, registers it under `name`, and returns it.
+
+        Raises:
+          AdapterError: if it cannot be read or served; nothing has changed then.
+          ConfigError: if there is no manager, or another path has this name.
+        """
+        manager = self._require_manager()
+        if name in self._sources:
+            raise ConfigError(
+                f"adapter name {name!r} is taken by {self._sources[name].path}; names"
+                " must differ."
+            )
+        limit = manager.config.max_lora_rank
+        adapter = load_adapter(path, name=name, max_lora_rank=limit)
+        manager.add_adapter(adapter)
+        self._sources[name] = _Source(adapter.id, Path(path), adapter.content_hash)
+        self._names[adapter.id] = name
+        return adapter
+
+    def names(self) -> list[str]:
+        """Returns every name that a request may use, sorted."""
+        registered = {} if self._manager is None else self._manager.list_adapters()
+        return sorted({*self._sources, *(a.name for a in registered.values())})
+
+    def name_faults(self, name: str) -> list[str]:
+        """Returns what is wrong with a name: nothing, or that nobody has it."""
+        if self._find(name) is not None:
+            return []
+        return [f"there is no adapter {name!r}; {_known(name, self.names())}"]
+
+    def id_of(self, name: str) -> int:
+        """Returns the id behind a name for which `name_faults` is empty."""
+        found = self._find(name)
+        assert found is not None
+        return found[0]
+
+    def hash_of(self, name: str) -> str:
+        """Returns the content hash behind a name for which `name_faults` is empty."""
+        found = self._find(name)
+        assert found is not None
+        return found[1]
+
+    def can_acquire(self, adapter_id: int) -> bool:
+        """Whether the adapter has, or can get, a slot without evicting a held one."""
+        return self._require_manager().can_load(adapter_id)
+
+    def acquire(self, adapter_id: int) -> Hold:
+        """Registers the adapter again if needed, puts it into a slot and holds it.
+
+        Raises:
+          AdapterError: if its folder cannot be read any more or has other contents.
+        """
+        manager = self._require_manager()
+        if manager.get_adapter(adapter_id) is None:
+            manager.add_adapter(self._read_again(adapter_id))
+        return manager.hold(adapter_id)
+
+    def release(self, claim: Hold) -> None:
+        """Ends a claim."""
+        self._require_manager().release(claim)
+
+    def is_pinned(self, adapter_id: int) -> bool:
+        """Whether the adapter keeps its slot when no row uses it."""
+        return self._require_manager().is_pinned(adapter_id)
+
+    def _find(self, name: str) -> tuple[int, str] | None:
+        """Id and content hash; of several registered with one name, the newest."""
+        if name in self._sources:
+            return self._sources[name].id, self._sources[name].content_hash
+        registered = {} if self._manager is None else self._manager.list_adapters()
+        named = [a for a in registered.values() if a.name == name]
+        return (named[-1].id, named[-1].content_hash) if named else None
+
+    def _read_again(self, adapter_id: int) -> Adapter:
+        name = self._names.get(adapter_id)
+        if name is None:
+            raise AdapterError(
+                f"adapter {adapter_id} was removed and has no folder to read it from;"
+                " add it again."
+            )
+        source = self._sources[name]
+        adapter = load_adapter(source.path, adapter_id, name=name)
+        if adapter.content_hash != source.content_hash:
+            raise AdapterError(
+                f"adapter {name!r} ({source.path}) has changed on disk since it was"
+                " added; add the new one under another name."
+            )
+        return adapter
+
+    def _require_manager(self) -> LoRAModelManager:
+        if self._manager is None:
+            raise ConfigError(
+                "this engine serves the base model alone; give it a manager to serve"
+                " adapters."
+            )
+        return self._manager
+
+
+def _known(name: str, names: Sequence[str]) -> str:
+    """Says which names there are, the similar ones first."""
+    if not names:
+        return "no adapter is loaded."
+    similar = difflib.get_close_matches(name, names, n=SHOWN_NAMES)
+    shown = [*similar, *(n for n in names if n not in similar)][:SHOWN_NAMES]
+    more = len(names) - len(shown)
+    return f"known: {', '.join(shown)}" + (f" and {more} more." if more else ".")

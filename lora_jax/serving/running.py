@@ -1,0 +1,85 @@
+"""A request in a row of the batch: what it has produced, and when it is done."""
+
+import dataclasses
+
+import numpy as np
+
+from lora_jax.serving.requests import FinishReason, GenerationRequest, GenerationResult
+from lora_jax.serving.rows import RowFacts
+
+
+@dataclasses.dataclass(eq=False)
+class Running:
+    """A request that has a row.
+
+    Attributes:
+      request: what was asked.
+      row, slot: where it runs, and where its adapter is; both stay until it ends.
+      adapter_hash: content hash of that adapter; None for the base.
+      tokens: generated so far.
+      prompt_logprobs: as in `GenerationResult`.
+    """
+
+    request: GenerationRequest
+    row: int
+    slot: int
+    adapter_hash: str | None
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    prompt_logprobs: tuple[float | None, ...] | None = None
+
+    def first_facts(self) -> RowFacts:
+        """Facts of the prefill: the last prompt token, and draw number 0."""
+        last = len(self.request.prompt_token_ids) - 1
+        return RowFacts(self.row, last, self.slot, 0, self.request.sampling)
+
+    def next_facts(self) -> RowFacts:
+        """Facts of the decode step that feeds the newest token."""
+        drawn = len(self.tokens)
+        fed = len(self.request.prompt_token_ids) + drawn - 1
+        return RowFacts(self.row, fed, self.slot, drawn, self.request.sampling)
+
+    def take_scores(self, scores: np.ndarray) -> None:
+        """Keeps the log-probabilities of prompt tokens 1, 2, ..."""
+        self.prompt_logprobs = (None, *(float(score) for score in scores))
+
+    def take_token(self, token: int) -> tuple[int, ...]:
+        """Keeps the newest token, unless none was asked for, and returns what is new."""
+        if self.request.max_tokens == 0:
+            return ()
+        self.tokens.append(token)
+        return (token,)
+
+    def finish_reason(
+        self, eos_ids: frozenset[int], max_model_len: int
+    ) -> FinishReason | None:
+        """Returns why the request is done now; None if it is not."""
+        stop = self.request.stop_token_ids
+        if self.tokens and self.tokens[-1] in (eos_ids if stop is None else stop):
+            return FinishReason.STOP
+        length = len(self.request.prompt_token_ids) + len(self.tokens)
+        if len(self.tokens) >= self.request.max_tokens or length >= max_model_len:
+            return FinishReason.LENGTH
+        return None
+
+    def result(self, reason: FinishReason) -> GenerationResult:
+        """Returns the answer as it stands."""
+        return dataclasses.replace(
+            empty_result(self.request, reason),
+            token_ids=tuple(self.tokens),
+            prompt_logprobs=self.prompt_logprobs,
+            adapter_hash=self.adapter_hash,
+        )
+
+
+def empty_result(
+    request: GenerationRequest, reason: FinishReason, error: str | None = None
+) -> GenerationResult:
+    """Returns the answer to a request that never got a row."""
+    return GenerationResult(
+        request.request_id,
+        request.lora,
+        request.prompt_token_ids,
+        token_ids=(),
+        finish_reason=reason,
+        error=error,
+    )

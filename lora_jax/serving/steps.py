@@ -1,0 +1,178 @@
+"""The three jitted programs of the engine: prefill, decode, score.
+
+Each is a pure function of (weights, bank, rows, state): the routing is computed inside
+from the rows' slots, so whoever changes the slot table or the bank between two calls
+cannot change what a running call computes. A call in which no row has an adapter takes
+the variant without LoRA work (`lora=False`).
+
+    prefill   prompts `(rows, length)` -> first tokens; fills the cache's rows
+    decode    last tokens `(batch,)`   -> next tokens; one position more in the cache
+    score     hidden states of prompts -> log-probability of each prompt token
+"""
+
+import functools
+from typing import Protocol, cast, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from lora_jax.bank import Bank
+from lora_jax.forward import merge
+from lora_jax.models.cache import KVCache, insert
+from lora_jax.routing import RoutingSet, routing_from_slots
+from lora_jax.serving.rows import StepRows
+from lora_jax.serving.sampling import sample
+from lora_jax.shapes import BASE_SLOT
+
+SCORE_TOKENS = 128
+"""Prompt tokens whose logits exist at one time: 25 MB for 49152 words in float32."""
+
+
+@runtime_checkable
+class Decoder(Protocol):
+    """What the engine needs of a model; `lora_jax.models.CausalLM` has it."""
+
+    def prefill(
+        self, tokens: Int[Array, "batch time"]
+    ) -> tuple[Float[Array, "batch time d"], KVCache]:
+        """Hidden states, and the keys and values of positions 0 to time - 1."""
+        ...
+
+    def decode(
+        self, tokens: Int[Array, " batch"], positions: Int[Array, " batch"], cache: KVCache
+    ) -> tuple[Float[Array, "batch d"], KVCache]:
+        """Hidden states of one more token for each row; negative positions idle."""
+        ...
+
+    def logits(self, hidden: Float[Array, "*rows d"]) -> Float[Array, "*rows vocab"]:
+        """Float32 logits."""
+        ...
+
+
+class Steps:
+    """The engine's programs for one model and one bank layout.
+
+    Args:
+      graphdef: from `lora_jax.split`.
+      num_slots: slots of the bank; 0 if there is none.
+    """
+
+    def __init__(self, graphdef: nnx.GraphDef, num_slots: int) -> None:
+        jit = functools.partial(jax.jit, static_argnames="lora")
+        prefill, decode, score = (
+            functools.partial(step, graphdef, num_slots)
+            for step in (_prefill, _decode, _score)
+        )
+        self.prefill = jit(prefill, donate_argnames="cache")
+        self.decode = jit(decode, donate_argnames="cache")
+        self.score = jit(score)
+
+
+def _prefill(
+    graphdef: nnx.GraphDef,
+    num_slots: int,
+    weights: nnx.State,
+    bank: Bank | None,
+    tokens: Int[Array, " batch"],
+    cache: KVCache,
+    prompts: Int[Array, "rows length"],
+    rows: StepRows,
+    *,
+    lora: bool,
+) -> tuple[Int[Array, " batch"], KVCache, Float[Array, "rows length d"]]:
+    """Returns the batch's last tokens and cache with new rows, and hidden states.
+
+    Tokens behind a prompt's end are padding: they are base rows of the LoRA layers,
+    causal attention hides them, and decode overwrites what they left in the cache.
+    """
+    routing = _prompt_routing(prompts.shape[1], num_slots, rows) if lora else {}
+    model = _decoder(graphdef, weights, bank, routing)
+    hidden, prefilled = model.prefill(prompts)
+    last = jnp.take_along_axis(hidden, rows.position[:, None, None], axis=1)[:, 0]
+    first = sample(model.logits(last), rows.sampling)
+    cache = insert(cache, rows.row, prefilled)
+    return tokens.at[rows.row].set(first, mode="drop"), cache, hidden
+
+
+def _decode(
+    graphdef: nnx.GraphDef,
+    num_slots: int,
+    weights: nnx.State,
+    bank: Bank | None,
+    tokens: Int[Array, " batch"],
+    cache: KVCache,
+    rows: StepRows,
+    *,
+    lora: bool,
+) -> tuple[Int[Array, " batch"], KVCache]:
+    """Returns the batch's next tokens and cache; idle rows keep both."""
+    routing = _row_routing(num_slots, rows.slot) if lora else {}
+    model = _decoder(graphdef, weights, bank, routing)
+    hidden, cache = model.decode(tokens, rows.position, cache)
+    drawn = sample(model.logits(hidden), rows.sampling)
+    return jnp.where(rows.position >= 0, drawn, tokens), cache
+
+
+def _score(
+    graphdef: nnx.GraphDef,
+    num_slots: int,
+    weights: nnx.State,
+    bank: Bank | None,
+    hidden: Float[Array, "rows length d"],
+    prompts: Int[Array, "rows length"],
+    slots: Int[Array, " rows"],
+    *,
+    lora: bool,
+) -> Float[Array, "rows length"]:
+    """Returns at `[r, t]` the log-probability of prompt token t + 1 of row r.
+
+    The last column scores nothing (there is no next token). Logits are made for
+    `SCORE_TOKENS` tokens at a time, so memory does not grow with the prompts.
+    """
+    num_rows, length, width = hidden.shape
+    next_tokens = jnp.roll(prompts, -1, axis=1).reshape(-1)
+    token_slots = jnp.repeat(slots, length)
+    padding = -(num_rows * length) % SCORE_TOKENS
+
+    def chunked(values: Array, fill: int) -> Array:
+        pads = [(0, padding)] + [(0, 0)] * (values.ndim - 1)
+        padded = jnp.pad(values, pads, constant_values=fill)
+        return padded.reshape(-1, SCORE_TOKENS, *values.shape[1:])
+
+    def score_chunk(chunk: tuple[Array, Array, Array]) -> Array:
+        states, targets, chunk_slots = chunk
+        routing = _row_routing(num_slots, chunk_slots) if lora else {}
+        logits = _decoder(graphdef, weights, bank, routing).logits(states)
+        target = jnp.take_along_axis(logits, targets[:, None], axis=1)[:, 0]
+        return target - jax.nn.logsumexp(logits, axis=1)
+
+    chunks = (
+        chunked(hidden.reshape(-1, width), 0),
+        chunked(next_tokens, 0),
+        chunked(token_slots, BASE_SLOT),
+    )
+    scores = jax.lax.map(score_chunk, chunks).reshape(-1)
+    return scores[: num_rows * length].reshape(num_rows, length)
+
+
+def _decoder(
+    graphdef: nnx.GraphDef, weights: nnx.State, bank: Bank | None, routing: RoutingSet
+) -> Decoder:
+    if bank is None:
+        return cast(Decoder, nnx.merge(graphdef, weights))
+    return cast(Decoder, merge(graphdef, weights, bank, routing))
+
+
+def _prompt_routing(length: int, num_slots: int, rows: StepRows) -> RoutingSet:
+    """Routing of all tokens of a prefill, and of the last token of each prompt."""
+    places = jnp.arange(length, dtype=jnp.int32)[None, :]
+    inside = places <= rows.position[:, None]
+    token_slots = jnp.where(inside, rows.slot[:, None], BASE_SLOT).reshape(-1)
+    return routing_from_slots(token_slots, num_slots, prompt_slots=rows.slot)
+
+
+def _row_routing(num_slots: int, slots: Int[Array, " rows"]) -> RoutingSet:
+    """Routing of a step in which each row is one token, and each is sampled."""
+    return routing_from_slots(slots, num_slots, prompt_slots=slots)
