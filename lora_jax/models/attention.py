@@ -16,7 +16,7 @@ from lora_jax.models.linear import FusedLinear, plain_linear
 from lora_jax.models.norm import RMSNorm
 from lora_jax.models.rotary import rotate
 
-Angles = tuple[Float[Array, "*tokens half"], Float[Array, "*tokens half"]]
+Angles = tuple[Float[Array, "*#tokens half"], Float[Array, "*#tokens half"]]
 """Cosine and sine for each token, see `rotary_angles`."""
 
 

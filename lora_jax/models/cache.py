@@ -6,7 +6,7 @@ one scatter, which XLA does in place when the cache is donated (except bfloat16 
 with jax 0.10, which copies the cache; jax 0.12 does not).
 """
 
-import dataclasses
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +16,7 @@ from jaxtyping import Array, Float, Int
 from lora_jax.models.config import ModelConfig
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class KVCache:
+class KVCache(NamedTuple):
     """One array of keys and one of values for each layer.
 
     Attributes:
@@ -76,7 +74,7 @@ def write_position(
     positions: Int[Array, " batch"],
     new: Float[Array, "batch kv_heads head_dim"],
 ) -> Float[Array, "batch kv_heads positions head_dim"]:
-    """Returns `cache` with each row's `new` at its position; none if that is negative."""
+    """Returns `cache` with each row's `new` at its position; negative writes none."""
     rows = jnp.arange(cache.shape[0], dtype=jnp.int32)
     # A negative index would count from the end; one past the end is dropped.
     at = jnp.where(positions < 0, cache.shape[2], positions)

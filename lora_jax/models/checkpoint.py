@@ -25,7 +25,7 @@ DTYPES: dict[str, np.dtype] = {
 """Dtypes of weights that can be loaded."""
 
 MAX_HEADER_BYTES = 100_000_000
-"""The format's own limit; a larger length means that the file is no safetensors file."""
+"""The format's own limit; a larger length means that the file is another format."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,8 +1,7 @@
 """A Hugging Face config.json turned into the facts that the decoder is built from.
 
-Reads the spellings of transformers 4 (`rope_theta`, `rope_scaling`, `torch_dtype`) and 5
-(`rope_parameters`, `dtype`). What cannot be computed is refused by name, all of it in one
-`ModelError`. Knows no tensor names and makes no arrays.
+Reads the spellings of transformers 4 and 5. What cannot be computed is refused by name,
+all of it in one `ModelError`. Knows no tensor names and makes no arrays.
 """
 
 import dataclasses
@@ -13,7 +12,8 @@ from pathlib import Path
 from lora_jax.errors import ModelError, faults
 from lora_jax.models.families import FAMILIES, FULL, SLIDING, Family, Windows
 from lora_jax.models.reader import Reader
-from lora_jax.models.rotary import KINDS, RotaryConfig, yarn_attention_factor
+from lora_jax.models.rotary import Rotary
+from lora_jax.models.rotary_config import read_rotary
 
 HIDDEN_ACTS = ("silu", "swish", "relu", "gelu", "gelu_new", "gelu_pytorch_tanh")
 """Hugging Face's names of the activations that `lora_jax.models.mlp` computes."""
@@ -52,7 +52,7 @@ class ModelConfig:
     o_bias: bool
     mlp_bias: bool
     qk_norm: bool
-    rotary: RotaryConfig
+    rotary: Rotary
     windows: Windows
 
 
@@ -131,7 +131,7 @@ def _build(reader: Reader, family: Family) -> ModelConfig:
         o_bias=_fact(reader, family.o_bias),
         mlp_bias=_fact(reader, family.mlp_bias),
         qk_norm=family.qk_norm,
-        rotary=_read_rotary(reader, head_dim),
+        rotary=read_rotary(reader, head_dim),
         windows=() if reader.faults else family.windows(reader.values),
     )
 
@@ -167,63 +167,3 @@ def _refuse_unsupported(reader: Reader, family: Family) -> None:
                 f"architectures has {name!r}; supported for this model_type: "
                 f"{', '.join(family.architectures)}"
             )
-
-
-def _read_rotary(reader: Reader, head_dim: int) -> RotaryConfig:
-    """Reads `rope_parameters`, or `rope_scaling` beside `rope_theta`."""
-    nested = reader.nested("rope_parameters", "rope_scaling")
-    outer = reader.values
-    nested.setdefault("rope_theta", outer["rope_theta"])
-    nested.setdefault("partial_rotary_factor", outer.get("partial_rotary_factor", 1.0))
-    nested.setdefault("rope_type", nested.get("type", "default"))
-    original = outer.get("original_max_position_embeddings")
-    if original is None:
-        original = outer["max_position_embeddings"]
-    nested.setdefault("original_max_position_embeddings", original)
-
-    inner = Reader(nested)
-    kind = inner.one_of("rope_type", tuple(KINDS))
-    dim = int(head_dim * inner.number("partial_rotary_factor"))
-    theta = inner.number("rope_theta")
-    rotary = RotaryConfig(kind=kind, theta=theta, dim=dim)
-    if kind != "default":
-        rotary = _READERS[kind](inner, rotary)
-    if dim <= 0 or dim % 2:
-        inner.fault(f"rotates {dim} features of a head; that must be even and positive")
-    for fault in inner.faults:
-        reader.fault(f"rotary position embedding: {fault}")
-    return rotary
-
-
-def _read_linear(inner: Reader, rotary: RotaryConfig) -> RotaryConfig:
-    return dataclasses.replace(rotary, factor=inner.number("factor"))
-
-
-def _read_llama3(inner: Reader, rotary: RotaryConfig) -> RotaryConfig:
-    return dataclasses.replace(
-        rotary,
-        factor=inner.number("factor"),
-        low_freq_factor=inner.number("low_freq_factor"),
-        high_freq_factor=inner.number("high_freq_factor"),
-        original_max_positions=inner.positive("original_max_position_embeddings"),
-    )
-
-
-def _read_yarn(inner: Reader, rotary: RotaryConfig) -> RotaryConfig:
-    factor = inner.number("factor")
-    given = inner.number_or("attention_factor", 0.0)
-    scale = given or yarn_attention_factor(
-        factor, inner.number_or("mscale", 0.0), inner.number_or("mscale_all_dim", 0.0)
-    )
-    return dataclasses.replace(
-        rotary,
-        factor=factor,
-        original_max_positions=inner.positive("original_max_position_embeddings"),
-        beta_fast=inner.number_or("beta_fast", 32.0),
-        beta_slow=inner.number_or("beta_slow", 1.0),
-        truncate=bool(inner.values.get("truncate", True)),
-        attention_factor=scale,
-    )
-
-
-_READERS = {"linear": _read_linear, "llama3": _read_llama3, "yarn": _read_yarn}

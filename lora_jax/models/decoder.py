@@ -1,8 +1,9 @@
 """The decoder: embedding, layers, final norm, head; as a Flax NNX module.
 
-One implementation for every family of `lora_jax.models.families`: the config says which
-parts a layer has. Attribute names are Hugging Face's, so a module's path here is its path
-there (`model.layers.0.self_attn.o_proj`), except that q, k, v and gate, up are fused.
+One implementation for every family of `lora_jax.models.families`: the config says
+which parts a layer has. Attribute names are Hugging Face's, so a module's path here is
+its path there (`model.layers.0.self_attn.o_proj`), except that q, k, v and gate, up are
+fused.
 """
 
 from collections.abc import Mapping

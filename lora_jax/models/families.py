@@ -1,8 +1,8 @@
 """What each `model_type` of Hugging Face means where its config.json says nothing.
 
 One row per family: the defaults of its configuration class, and which facts are fixed
-by the architecture instead of by a key. Nothing here was invented: each value is the one
-in transformers' `configuration_<model_type>.py`.
+by the architecture instead of by a key. Nothing here was invented: each value is the
+one in transformers' `configuration_<model_type>.py`.
 """
 
 import dataclasses

@@ -44,7 +44,7 @@ def model_from_folder(
     Args:
       folder: a Hugging Face folder with safetensors weights.
       config: what its config.json says.
-      dtype: of the parameters; the file's float32, float16 or bfloat16 is rounded to it.
+      dtype: of the parameters; the file's floats are rounded to it.
       progress: is called with a line of text now and then.
 
     Raises:

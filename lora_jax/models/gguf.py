@@ -1,9 +1,9 @@
 """A GGUF file of a Llama-architecture model turned into a Hugging Face folder.
 
 GGUF keeps q and k with each head's rotary pairs side by side; Hugging Face keeps first
-halves before second halves, so their rows are put back. Quantised tensors become float32,
-the smallest dtype that holds `scale * code + offset` of every block exactly as GGUF
-defines it. Nothing is trained or approximated again.
+halves before second halves, so their rows are put back. Quantised tensors become
+float32: GGUF defines `scale * code + offset` in that dtype, and float16 scales times
+codes do not fit a smaller one.
 
 Source: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md and llama.cpp's
 `convert_hf_to_gguf.py` (`LlamaModel.permute`).

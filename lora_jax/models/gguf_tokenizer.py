@@ -1,7 +1,7 @@
 """A GGUF file's tokenizer metadata written as tokenizer.json and tokenizer_config.json.
 
-Only byte-level BPE with a named split rule can be rebuilt; another rule would give other
-token ids without any error, so it is refused.
+Only byte-level BPE with a named split rule can be rebuilt; another rule would give
+other token ids without any error, so it is refused.
 """
 
 import json
@@ -19,14 +19,14 @@ CONTROL, USER_DEFINED = 3, 4
 """GGUF token types that are matched whole: special ones, and words added later."""
 
 SPECIAL_KEYS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
-"""tokenizer_config's `<key>_token` -> the middle of `tokenizer.ggml.<value>_token_id`."""
+"""`<key>_token` -> the middle of `tokenizer.ggml.<value>_token_id`."""
 
 Look = Callable[[str], object]
 """Returns one metadata value by name, `None` if there is none."""
 
 
 def _smollm() -> "PreTokenizer":
-    """Splits digits one by one, then words by GPT-2's rule, and maps bytes to letters."""
+    """Splits digits one by one, then words as GPT-2 does, and maps bytes to letters."""
     from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
 
     return Sequence([Digits(individual_digits=True), ByteLevel(add_prefix_space=False)])

@@ -1,7 +1,7 @@
 """A linear layer whose output columns belong to several named projections.
 
-Fusing q, k, v (and gate, up) makes one product of several; checkpoints and adapters keep
-the children's names, and `parts` says which columns are whose.
+Fusing q, k, v (and gate, up) makes one product of several; checkpoints and adapters
+keep the children's names, and `parts` says which columns are whose.
 """
 
 import jax.numpy as jnp

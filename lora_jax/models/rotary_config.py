@@ -1,0 +1,96 @@
+"""The rotary part of a config.json, in either of its two spellings.
+
+transformers 4 writes `rope_theta` and `rope_scaling`, transformers 5 one object
+`rope_parameters`.
+"""
+
+from collections.abc import Callable
+
+from lora_jax.models.reader import Reader
+from lora_jax.models.rotary import (
+    DefaultRotary,
+    LinearRotary,
+    Llama3Rotary,
+    Rotary,
+    YarnRotary,
+    yarn_attention_factor,
+)
+
+
+def read_rotary(reader: Reader, head_dim: int) -> Rotary:
+    """Returns the rotary embedding that a config asks for.
+
+    Args:
+      reader: the whole config, defaults filled in; gets a fault for everything wrong.
+      head_dim: width of one head.
+    """
+    inner = Reader(_gathered(reader))
+    kind = inner.one_of("rope_type", tuple(_KINDS))
+    dim = int(head_dim * inner.number("partial_rotary_factor"))
+    if dim <= 0 or dim % 2:
+        inner.fault(f"rotates {dim} features of a head; must be even and positive")
+    rotary = _KINDS[kind](inner, inner.number("rope_theta"), dim)
+    for fault in inner.faults:
+        reader.fault(f"rotary position embedding: {fault}")
+    return rotary
+
+
+def _gathered(reader: Reader) -> dict[str, object]:
+    """Returns the keys of both spellings as one object, the nested ones first."""
+    values = reader.nested("rope_parameters", "rope_scaling")
+    outer = reader.values
+    original = outer.get("original_max_position_embeddings")
+    values.setdefault("rope_theta", outer["rope_theta"])
+    values.setdefault("partial_rotary_factor", outer.get("partial_rotary_factor", 1.0))
+    values.setdefault("rope_type", values.get("type", "default"))
+    values.setdefault(
+        "original_max_position_embeddings",
+        outer["max_position_embeddings"] if original is None else original,
+    )
+    return values
+
+
+def _default(_: Reader, theta: float, dim: int) -> Rotary:
+    return DefaultRotary(theta, dim)
+
+
+def _linear(inner: Reader, theta: float, dim: int) -> Rotary:
+    return LinearRotary(theta, dim, inner.number("factor"))
+
+
+def _llama3(inner: Reader, theta: float, dim: int) -> Rotary:
+    low, high = inner.number("low_freq_factor"), inner.number("high_freq_factor")
+    if low >= high and not inner.faults:
+        inner.fault(f"low_freq_factor {low} must be below high_freq_factor {high}")
+    return Llama3Rotary(
+        theta,
+        dim,
+        factor=inner.number("factor"),
+        original_positions=inner.positive("original_max_position_embeddings"),
+        low_freq_factor=low,
+        high_freq_factor=high,
+    )
+
+
+def _yarn(inner: Reader, theta: float, dim: int) -> Rotary:
+    factor = inner.number("factor")
+    given = inner.number_or("attention_factor", 0.0)
+    mscales = inner.number_or("mscale", 0.0), inner.number_or("mscale_all_dim", 0.0)
+    return YarnRotary(
+        theta,
+        dim,
+        factor=factor,
+        original_positions=inner.positive("original_max_position_embeddings"),
+        beta_fast=inner.number_or("beta_fast", 32.0),
+        beta_slow=inner.number_or("beta_slow", 1.0),
+        truncate=inner.flag_or("truncate", True),
+        attention_factor=given or yarn_attention_factor(factor, *mscales),
+    )
+
+
+_KINDS: dict[str, Callable[[Reader, float, int], Rotary]] = {
+    "default": _default,
+    "linear": _linear,
+    "llama3": _llama3,
+    "yarn": _yarn,
+}
