@@ -95,7 +95,7 @@ def lora_delta(
     )
     names = _names_to_try(implementation)
     arrays = map(jnp.asarray, (x, y, a, b, scale, routing.weight))
-    return _differentiable(names, part_widths, *arrays, (jnp.asarray(rank), routing))
+    return _compiled(names, part_widths, *arrays, (jnp.asarray(rank), routing))
 
 
 def which_implementation(
@@ -184,6 +184,9 @@ def _backward(
 
 
 _differentiable.defvjp(_save, _backward)
+
+# Without it a call outside jit would compile the implementation's branches every time.
+_compiled = jax.jit(_differentiable, static_argnums=(0, 1))
 
 
 def _forward(
