@@ -8,8 +8,9 @@ per dtype, so no other rank, target set or slot compiles anything.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ import numpy as np
 from flax import nnx
 
 from lora_jax.layers import Sites
+from lora_jax.layers.base import SlotSpec
 from lora_jax.packing import Packed
 
 
@@ -56,8 +58,14 @@ jax.tree_util.register_pytree_with_keys(
 )
 
 
-Staged = dict[str, np.ndarray]
-"""Dtype name -> flat host buffer: one adapter in the bank's layout, zero-padded."""
+Staged = dict[str, np.ndarray] | dict[str, jax.Array]
+"""Dtype name -> flat buffer: one adapter in the bank's layout, zero-padded. In host
+memory, or already on the device."""
+
+SlotLayout = dict[str, SlotSpec]
+"""Site name -> array name -> shape and dtype of one slot."""
+
+Leaf = TypeVar("Leaf")
 
 
 def empty_bank(sites: Sites, slots: int, dtype: np.dtype) -> Bank:
@@ -87,13 +95,36 @@ def bank_dtype(sites: Sites, lora_dtype: str) -> np.dtype:
     return np.dtype(jax.tree.leaves(nnx.state(first, nnx.Param))[0].dtype)
 
 
-def stage(bank: Bank, packed: Packed) -> Staged:
+def slot_layout(sites: Sites, dtype: np.dtype) -> SlotLayout:
+    """Returns the layout of one slot of every site; `dtype` is that of the factors."""
+    return {name: layer.slot_spec(dtype) for name, layer in sites.items()}
+
+
+def stage(bank: Bank, packed: Packed) -> dict[str, np.ndarray]:
     """Returns the adapter as one flat zero-padded buffer per dtype, in host memory.
 
     Sites that the adapter leaves alone, and ranks above its own, are zeros in it: a
     write of the result leaves nothing of the slot's former occupant.
     """
-    return _stage(bank, packed.sites)
+    return stage_slot(_one_slot(bank), packed)
+
+
+def stage_slot(layout: SlotLayout, packed: Packed) -> dict[str, np.ndarray]:
+    """Returns what `stage` does, for a bank of which only the layout is at hand."""
+    sizes: dict[str, int] = {}
+    for _, _, spec in _in_order(layout):
+        sizes[spec.dtype.name] = sizes.get(spec.dtype.name, 0) + math.prod(spec.shape)
+    buffers = {dtype: np.zeros(size, dtype) for dtype, size in sizes.items()}
+    starts = dict.fromkeys(buffers, 0)
+    for name, key, spec in _in_order(layout):
+        dtype = spec.dtype.name
+        start = starts[dtype]
+        starts[dtype] = stop = start + math.prod(spec.shape)
+        values = packed.sites.get(name, {}).get(key)
+        if values is not None:
+            corner = tuple(slice(size) for size in values.shape)
+            buffers[dtype][start:stop].reshape(spec.shape)[corner] = values
+    return buffers
 
 
 def write(bank: Bank, slot: int, staged: Staged) -> Bank:
@@ -108,41 +139,43 @@ def write_donated(bank: Bank, slot: int, staged: Staged) -> Bank:
 
 def clear(bank: Bank, slot: int) -> Bank:
     """Returns a bank whose `slot` is zeros; the given bank stays valid."""
-    return write(bank, slot, _stage(bank, {}))
+    return write(bank, slot, stage(bank, Packed("nothing", {}, {})))
 
 
-def _stage(bank: Bank, sites: Mapping[str, Mapping[str, np.ndarray]]) -> Staged:
-    sizes: dict[str, int] = {}
-    for array in jax.tree.leaves(bank.arrays):
-        dtype = array.dtype.name
-        sizes[dtype] = sizes.get(dtype, 0) + math.prod(array.shape[1:])
-    buffers = {dtype: np.zeros(size, dtype) for dtype, size in sizes.items()}
-    starts = dict.fromkeys(buffers, 0)
-    for name, arrays in bank.arrays.items():
-        for key, array in arrays.items():
-            dtype, shape = array.dtype.name, array.shape[1:]
-            start = starts[dtype]
-            starts[dtype] = stop = start + math.prod(shape)
-            values = sites.get(name, {}).get(key)
-            if values is not None:
-                corner = tuple(slice(size) for size in values.shape)
-                buffers[dtype][start:stop].reshape(shape)[corner] = values
-    return buffers
+def _one_slot(bank: Bank) -> SlotLayout:
+    return {
+        name: {
+            key: jax.ShapeDtypeStruct(array.shape[1:], array.dtype)
+            for key, array in arrays.items()
+        }
+        for name, arrays in bank.arrays.items()
+    }
+
+
+def _in_order(
+    arrays: Mapping[str, Mapping[str, Leaf]],
+) -> Iterator[tuple[str, str, Leaf]]:
+    """Every array in the order of the flat buffers.
+
+    Sorted, because JAX rebuilds a dictionary in the order of its sorted keys: the order
+    that a caller sees and the one that a jitted write sees differ ("10" < "2").
+    """
+    for name, site in sorted(arrays.items()):
+        for key, leaf in sorted(site.items()):
+            yield name, key, leaf
 
 
 def _write_slot(bank: Bank, slot: jax.Array, staged: dict[str, jax.Array]) -> Bank:
     starts = dict.fromkeys(staged, 0)
-    written: dict[str, dict[str, jax.Array]] = {}
-    for name, arrays in bank.arrays.items():
-        written[name] = {}
-        for key, array in arrays.items():
-            dtype, shape = array.dtype.name, array.shape[1:]
-            start = starts[dtype]
-            starts[dtype] = stop = start + math.prod(shape)
-            values = staged[dtype][start:stop].reshape(shape)
-            written[name][key] = jax.lax.dynamic_update_index_in_dim(
-                array, values, slot, axis=0
-            )
+    written: dict[str, dict[str, jax.Array]] = {name: {} for name in bank.arrays}
+    for name, key, array in _in_order(bank.arrays):
+        dtype, shape = array.dtype.name, array.shape[1:]
+        start = starts[dtype]
+        starts[dtype] = stop = start + math.prod(shape)
+        values = staged[dtype][start:stop].reshape(shape)
+        written[name][key] = jax.lax.dynamic_update_index_in_dim(
+            array, values, slot, axis=0
+        )
     return Bank(written)
 
 

@@ -4,13 +4,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from helpers import Toy, make_adapter
 from lora_jax import bank as bank_module
 from lora_jax.bank import bank_dtype, clear, empty_bank, stage, write, write_donated
 from lora_jax.config import LoRAConfig
 from lora_jax.layers import wrap
-from lora_jax.packing import pack
+from lora_jax.packing import Packed, pack
 
 FLOAT32 = np.dtype("float32")
 RANK, SLOTS = 8, 3
@@ -116,3 +117,22 @@ def test_a_donated_write_copies_no_slot_array():
 def test_auto_dtype_is_the_models(lora_dtype, expected):
     sites = wrap(Toy(dtype="bfloat16"), LoRAConfig())
     assert bank_dtype(sites, lora_dtype).name == expected
+
+
+class Deep(nnx.Module):
+    """Twelve equal layers: their names do not sort in the order of the model."""
+
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.layers = nnx.List([nnx.Linear(4, 4, rngs=rngs) for _ in range(12)])
+
+
+def test_every_layer_of_a_deep_model_gets_its_own_weights_from_the_first_write_on():
+    sites = wrap(Deep(), LoRAConfig(max_lora_rank=2))
+    bank = empty_bank(sites, SLOTS, FLOAT32)
+    a = {name: np.full((1, 2, 4), i + 1, np.float32) for i, name in enumerate(sites)}
+    packed = Packed("deep", {name: {"a": value} for name, value in a.items()}, {})
+    for slot in (0, 1):
+        bank = write(bank, slot, stage(bank, packed))
+        for name, value in a.items():
+            np.testing.assert_array_equal(bank.arrays[name]["a"][slot], value)
