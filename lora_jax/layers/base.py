@@ -37,6 +37,24 @@ class LoRARouting(nnx.Variable):
 
 
 @dataclass(frozen=True)
+class Shape:
+    """How a base layer's arrays become rows of `(d_in)` and `(d_out)`.
+
+    Attributes:
+      d_in: input width, the product of the contracted axes.
+      parts: `(name, output width)` of each packed child, in output order.
+      in_axes, out_axes: negative axes of inputs and outputs that make up one row's
+        width, in the order in which a PEFT pair flattens them; the other axes count
+        the rows, in the same order in inputs and outputs.
+    """
+
+    d_in: int
+    parts: tuple[tuple[str, int], ...]
+    in_axes: tuple[int, ...] = (-1,)
+    out_axes: tuple[int, ...] = (-1,)
+
+
+@dataclass(frozen=True)
 class Site:
     """Static facts of one LoRA layer.
 
@@ -44,18 +62,26 @@ class Site:
       name: module path, as in the Hugging Face model ("model.layers.0.mlp.down_proj").
       kind: row of the WRAPPERS table, for reports ("linear").
       domain: whose rows the layer sees, one of `lora_jax.shapes.DOMAINS`.
-      d_in: input width.
-      parts: `(name, output width)` of each packed child, in output order; a plain
-        layer has one part that bears the layer's own last name.
+      shape: widths, parts, and which axes make a row; a plain layer has one part that
+        bears the layer's own last name.
       max_rank: largest rank that a slot can hold.
     """
 
     name: str
     kind: str
     domain: str
-    d_in: int
-    parts: tuple[tuple[str, int], ...]
+    shape: Shape
     max_rank: int
+
+    @property
+    def d_in(self) -> int:
+        """Input width."""
+        return self.shape.d_in
+
+    @property
+    def parts(self) -> tuple[tuple[str, int], ...]:
+        """`(name, output width)` of each packed child, in output order."""
+        return self.shape.parts
 
     @property
     def d_out(self) -> int:

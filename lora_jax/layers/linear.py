@@ -10,15 +10,17 @@ Slot layout, for a layer of `parts` fused children (one for a plain layer):
 The base layer's own forward runs first, whatever it does; the delta is added after.
 """
 
+import math
 from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from lora_jax.adapters import AdapterPart, LowRank
-from lora_jax.layers.base import HostSlot, LoRALayer, SlotSpec
-from lora_kernels import lora_delta
+from lora_jax.layers.base import HostSlot, LoRALayer, Shape, Site, SlotSpec
+from lora_kernels import Routing, lora_delta
 
 
 class LoRALinear(LoRALayer):
@@ -38,15 +40,11 @@ class LoRALinear(LoRALayer):
         if routing is None:
             return outputs
         site, slots = self.lora_site, self.lora_slots.get_value()
-        rows = inputs.reshape(-1, site.d_in)
-        if rows.shape[0] != routing.slot.shape[0]:
-            raise ValueError(
-                f"{site.name}: the routing names {routing.slot.shape[0]} rows, but the "
-                f"layer sees {rows.shape[0]}; give one id per row ({site.domain})."
-            )
+        rows = to_rows(inputs, site.shape.in_axes)
+        check_rows(site, routing, rows)
         updated = lora_delta(
             rows,
-            outputs.reshape(-1, site.d_out),
+            to_rows(outputs, site.shape.out_axes),
             slots["a"],
             slots["b"],
             scale=slots["scale"],
@@ -54,7 +52,7 @@ class LoRALinear(LoRALayer):
             routing=routing,
             part_widths=site.part_widths,
         )
-        return updated.reshape(outputs.shape)
+        return from_rows(updated, site.shape.out_axes, outputs.shape)
 
     def slot_spec(self, dtype: jax.typing.DTypeLike) -> SlotSpec:
         """Returns the layout in this file's docstring, less the slot axis."""
@@ -110,6 +108,47 @@ class LoRALinear(LoRALayer):
             b[:own, starts[part] : starts[part + 1]] = pair.b.T
             scale[part], ranks[part] = pair.scale, own
         return {"a": a, "b": b, "scale": scale, "rank": ranks}
+
+
+def to_rows(array: jax.Array, axes: tuple[int, ...]) -> jax.Array:
+    """Returns `(rows, width)`: `axes` flattened into the width, in their order."""
+    moved = jnp.moveaxis(array, axes, range(-len(axes), 0))
+    return moved.reshape(-1, math.prod(moved.shape[-len(axes) :]))
+
+
+def from_rows(
+    rows: jax.Array, axes: tuple[int, ...], shape: tuple[int, ...]
+) -> jax.Array:
+    """Returns `rows` in the given shape: the inverse of `to_rows`."""
+    behind = [axis % len(shape) for axis in axes]
+    before = [axis for axis in range(len(shape)) if axis not in behind]
+    moved = rows.reshape([shape[axis] for axis in (*before, *behind)])
+    return jnp.moveaxis(moved, range(-len(axes), 0), axes)
+
+
+def check_rows(site: Site, routing: Routing, rows: jax.Array) -> None:
+    """Raises ValueError if the layer sees another number of rows than the routing."""
+    if rows.shape[0] != routing.slot.shape[0]:
+        raise ValueError(
+            f"{site.name}: the routing names {routing.slot.shape[0]} rows, but the "
+            f"layer sees {rows.shape[0]}; give one id per row ({site.domain})."
+        )
+
+
+def describe_linear(layer: nnx.Module, name: str) -> Shape:
+    """Returns the shape of an `nnx.Linear`, or of any layer with a 2-D kernel."""
+    return Shape(layer.in_features, ((name, layer.out_features),))
+
+
+def describe_kernel(layer: nnx.Module, name: str) -> Shape:
+    """Returns the shape of a layer that is known by its `(d_in, d_out)` kernel."""
+    d_in, d_out = layer.kernel.shape
+    return Shape(d_in, ((name, d_out),))
+
+
+def describe_fused(layer: nnx.Module, name: str) -> Shape:
+    """Returns the shape of a `FusedLinear`: its parts are the children's."""
+    return Shape(layer.in_features, layer.parts)
 
 
 def _per_part(

@@ -7,15 +7,21 @@ that type, and its own forward is kept.
 """
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from flax import nnx
 
 from lora_jax.config import LoRAConfig
 from lora_jax.errors import ConfigError, ModelError, faults
-from lora_jax.layers.base import LoRALayer, LoRARouting, LoRASlots, Site
-from lora_jax.layers.linear import LoRALinear
+from lora_jax.layers.base import LoRALayer, LoRARouting, LoRASlots, Shape, Site
+from lora_jax.layers.einsum import describe_einsum, describe_general
+from lora_jax.layers.linear import (
+    LoRALinear,
+    describe_fused,
+    describe_kernel,
+    describe_linear,
+)
 from lora_jax.models.linear import FusedLinear
 from lora_jax.shapes import TOKENS
 
@@ -27,31 +33,25 @@ class Wrapper:
     Attributes:
       kind: name for reports.
       mixin: the LoRA layer, to be placed before the base type.
-      d_in: input width of a base layer.
-      parts: `(child name, width)` of each fused child, given the layer's own name.
+      describe: widths, parts and axes of a base layer, given its own last name; raises
+        ModelError if this one layer cannot carry LoRA.
     """
 
     kind: str
     mixin: type[LoRALayer]
-    d_in: Callable[[nnx.Module], int]
-    parts: Callable[[nnx.Module, str], tuple[tuple[str, int], ...]]
+    describe: Callable[[nnx.Module, str], Shape]
 
 
-WRAPPERS: dict[type[nnx.Module], Wrapper] = {
-    FusedLinear: Wrapper(
-        "fused",
-        LoRALinear,
-        lambda layer: layer.in_features,
-        lambda layer, _: layer.parts,
-    ),
-    nnx.Linear: Wrapper(
-        "linear",
-        LoRALinear,
-        lambda layer: layer.in_features,
-        lambda layer, name: ((name.rpartition(".")[2], layer.out_features),),
-    ),
+WRAPPERS: Mapping[type[nnx.Module], Wrapper] = {
+    FusedLinear: Wrapper("fused", LoRALinear, describe_fused),
+    nnx.Linear: Wrapper("linear", LoRALinear, describe_linear),
+    nnx.LinearGeneral: Wrapper("linear", LoRALinear, describe_general),
+    nnx.Einsum: Wrapper("einsum", LoRALinear, describe_einsum),
 }
 """Most special type first: the first row that the layer is an instance of decides."""
+
+KERNEL_WRAPPER = Wrapper("kernel", LoRALinear, describe_kernel)
+"""For callable layers of other people that hold a 2-D `kernel` `(d_in, d_out)`."""
 
 UNWRAPPED_HEADS = ("lm_head",)
 """Layers whose rows are not tokens and that no layer kind here serves."""
@@ -106,12 +106,12 @@ def wrap(model: nnx.Module, config: LoRAConfig) -> Sites:
       ModelError: if the model has no layer that can carry LoRA.
     """
     unwrap(model)
-    found = _layers_with_paths(model)
     packed = getattr(type(model), "packed_modules_mapping", {})
+    found = [_candidate(paths, layer) for paths, layer in _layers_with_paths(model)]
     chosen = [
-        (paths, layer, row)
-        for paths, layer in found
-        if (row := _wrapper(layer)) and _is_wanted(paths, config.target_modules, packed)
+        candidate
+        for candidate in found
+        if candidate.shape and _is_wanted(candidate, config.target_modules, packed)
     ]
     _check_targets(config.target_modules, found, chosen, packed)
     if not chosen and config.target_modules is None:
@@ -123,23 +123,17 @@ def wrap(model: nnx.Module, config: LoRAConfig) -> Sites:
     layers: dict[str, LoRALayer] = {}
     targets: dict[str, Target] = {}
     routings: dict[str, LoRARouting] = {}
-    for paths, layer, row in chosen:
-        domain = _domain(paths[0], prefixes)
+    for candidate in chosen:
+        name, layer, row = candidate.paths[0], candidate.layer, candidate.wrapper
+        domain = _domain(name, prefixes)
+        site = Site(name, row.kind, domain, candidate.shape, config.max_lora_rank)
         routing = routings.setdefault(domain, LoRARouting(None))
-        site = Site(
-            name=paths[0],
-            kind=row.kind,
-            domain=domain,
-            d_in=row.d_in(layer),
-            parts=row.parts(layer, paths[0]),
-            max_rank=config.max_lora_rank,
-        )
         _set_class(layer, _subclass(row.mixin, type(layer)))
         layer.lora_site = site  # type: ignore[attr-defined]
         layer.lora_slots = LoRASlots(None)  # type: ignore[attr-defined]
         layer.lora_routing = routing  # type: ignore[attr-defined]
-        layers[site.name] = layer  # type: ignore[assignment]
-        targets |= _targets(site, paths)
+        layers[name] = layer  # type: ignore[assignment]
+        targets |= _targets(site, candidate.paths)
     return Sites(layers, targets, routings)
 
 
@@ -163,10 +157,36 @@ def _subclass(mixin: type[LoRALayer], base: type[nnx.Module]) -> type[nnx.Module
     return type(name, (mixin, base), {"__module__": mixin.__module__})
 
 
+@dataclass(frozen=True)
+class _Candidate:
+    """A module of the model, and how it could carry LoRA (or why it cannot)."""
+
+    paths: list[str]
+    layer: nnx.Module
+    wrapper: Wrapper
+    shape: Shape | None
+    reason: str
+
+
+def _candidate(paths: list[str], layer: nnx.Module) -> _Candidate:
+    wrapper = _wrapper(layer)
+    if wrapper is None:
+        reason = "name linear layers."
+        return _Candidate(paths, layer, KERNEL_WRAPPER, None, reason)
+    try:
+        shape = wrapper.describe(layer, paths[0].rpartition(".")[2])
+    except ModelError as error:
+        return _Candidate(paths, layer, wrapper, None, str(error))
+    return _Candidate(paths, layer, wrapper, shape, "")
+
+
 def _wrapper(layer: nnx.Module) -> Wrapper | None:
-    return next(
-        (row for kind, row in WRAPPERS.items() if isinstance(layer, kind)), None
-    )
+    for kind, row in WRAPPERS.items():
+        if isinstance(layer, kind):
+            return row
+    kernel = vars(layer).get("kernel")
+    known_by_kernel = isinstance(kernel, nnx.Param) and len(kernel.shape) == 2
+    return KERNEL_WRAPPER if known_by_kernel and callable(layer) else None
 
 
 def _layers_with_paths(model: nnx.Module) -> list[tuple[list[str], nnx.Module]]:
@@ -200,16 +220,18 @@ def _targets(site: Site, paths: list[str]) -> dict[str, Target]:
 
 
 def _is_wanted(
-    paths: list[str],
-    target_modules: tuple[str, ...] | None,
+    candidate: _Candidate,
+    target_modules: Sequence[str] | None,
     packed: Mapping[str, tuple[str, ...]],
 ) -> bool:
-    if any(path.rpartition(".")[2] in UNWRAPPED_HEADS for path in paths):
+    if any(path.rpartition(".")[2] in UNWRAPPED_HEADS for path in candidate.paths):
         return False
     if target_modules is None:
         return True
     return any(
-        _matches(path, target, packed) for path in paths for target in target_modules
+        _matches(path, target, packed)
+        for path in candidate.paths
+        for target in target_modules
     )
 
 
@@ -222,42 +244,37 @@ def _matches(path: str, target: str, packed: Mapping[str, tuple[str, ...]]) -> b
 
 
 def _check_targets(
-    target_modules: tuple[str, ...] | None,
-    found: list[tuple[list[str], nnx.Module]],
-    chosen: list[tuple[list[str], nnx.Module, Wrapper]],
+    target_modules: Sequence[str] | None,
+    found: list[_Candidate],
+    chosen: list[_Candidate],
     packed: Mapping[str, tuple[str, ...]],
 ) -> None:
     problems = []
     for target in target_modules or ():
         hits = [
-            (path, layer)
-            for paths, layer in found
-            for path in paths
+            (path, candidate)
+            for candidate in found
+            for path in candidate.paths
             if _matches(path, target, packed)
         ]
-        wrapped = {id(layer) for _, layer, _ in chosen}
         problems += [
-            f"{path} ({type(layer).__name__}) matches {target!r} but cannot be wrapped "
-            "by any LoRA layer; name linear layers."
-            for path, layer in hits
-            if id(layer) not in wrapped
+            f"{path} ({type(candidate.layer).__name__}) matches {target!r} but cannot "
+            f"be wrapped by any LoRA layer; {candidate.reason}"
+            for path, candidate in hits
+            if candidate not in chosen
         ]
         if not hits:
-            last_names = sorted(
-                {path.rpartition(".")[2] for paths, *_ in chosen for path in paths}
-                or {
-                    path.rpartition(".")[2]
-                    for paths, layer in found
-                    if _wrapper(layer)
-                    for path in paths
-                }
-            )
             problems.append(
                 f"{target!r} matches no module; layers that can carry LoRA: "
-                f"{', '.join(last_names)}."
+                f"{', '.join(_last_names(found))}."
             )
     if problems:
         raise ConfigError(faults("target_modules cannot be used:", problems))
+
+
+def _last_names(found: list[_Candidate]) -> list[str]:
+    carriers = [candidate for candidate in found if candidate.shape]
+    return sorted({p.rpartition(".")[2] for c in carriers for p in c.paths})
 
 
 def _domain(name: str, prefixes: Mapping[str, str]) -> str:

@@ -84,7 +84,8 @@ def test_targets_that_cannot_be_used_are_all_named_at_once():
         wrap(Toy(), LoRAConfig(target_modules=["roj", "norm", "fc"]))
     assert str(caught.value).splitlines() == [
         "target_modules cannot be used:",
-        "  'roj' matches no module; layers that can carry LoRA: fc, shared.",
+        "  'roj' matches no module; layers that can carry LoRA: fc, o_proj, "
+        "qkv_proj, shared.",
         "  norm (LayerNorm) matches 'norm' but cannot be wrapped by any LoRA layer; "
         "name linear layers.",
     ]
