@@ -91,14 +91,14 @@ $(VENV)/.dev: $(VENV)/.base
 	touch $@
 
 $(VENV)/.oracle: $(VENV)/.base
-	@if $(install) "torch for CPUs" "$(TORCH)"; then
-	  $(install) "transformers and PEFT, to compare with" --editable ".[oracle]"
-	  echo installed > $@
-	elif grep -q "No matching distribution" $(VENV)/install.log; then
-	  echo "There is no $(TORCH) for this Python: tests marked 'torch', which compare with transformers and PEFT, are left out." > $@
-	else
-	  exit 1
-	fi
+	@status=0
+	$(install) "torch for CPUs" "$(TORCH)" || status=$$?
+	case $$status in
+	  0) $(install) "transformers and PEFT, to compare with" --editable ".[oracle]"
+	     echo installed > $@ ;;
+	  3) echo "No $(TORCH) for this Python: tests marked 'torch', which compare with transformers and PEFT, are left out." > $@ ;;
+	  *) exit $$status ;;
+	esac
 
 $(VENV)/.gpu: $(VENV)/.base
 	@$(install) "the CUDA compiler and Triton, without a GPU" --editable ".[gpu-check]"
