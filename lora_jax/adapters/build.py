@@ -49,9 +49,11 @@ class _Draft:
     """What is known so far; used by one call of `build_adapter` only."""
 
     modules: dict[str, dict[Role, Tensor]] = field(default_factory=dict)
+    broken: set[str] = field(default_factory=set)
     built: dict[str, Built] = field(default_factory=dict)
     ignored: list[Ignored] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
 
 def build_adapter(source: Source, *, name: str, adapter_id: int | None) -> Adapter:
@@ -78,7 +80,7 @@ def build_adapter(source: Source, *, name: str, adapter_id: int | None) -> Adapt
         id=take_id(adapter_id),
         parts=parts,
         content_hash=hash_parts(parts),
-        report=_report(source, draft, meaning),
+        report=_report(source, draft),
         base_model=meaning.base_model,
         config=source.config,
     )
@@ -101,7 +103,10 @@ def _group(source: Source, draft: _Draft) -> None:
             continue
         adapters.add(parsed.adapter)
         tensor = Tensor(tensor_name, source.tensors[tensor_name])
-        draft.faults += _value_faults(parsed, tensor, source.allow_nonfinite)
+        found = _value_faults(parsed, tensor, source.allow_nonfinite)
+        if found:
+            draft.faults += found
+            draft.broken.add(parsed.module)
         owner = owners.setdefault((canonical(parsed.module), parsed.role), tensor_name)
         if owner != tensor_name:
             draft.faults.append(f"{owner} and {tensor_name} are two spellings of one")
@@ -147,20 +152,24 @@ def _value_faults(
 
 
 def _build_parts(meaning: Meaning, draft: _Draft) -> None:
-    for module, tensors in draft.modules.items():
-        built = _build_part(module, tensors, meaning)
-        draft.faults += built.faults
-        draft.built[module] = built
+    try:
+        for module in sorted(draft.modules.keys() - draft.broken):
+            built = _build_part(module, draft.modules[module], meaning)
+            draft.faults += built.faults
+            draft.built[module] = built
+        draft.notes += [
+            f"config: pattern {key!r} matches no module of the file"
+            for key in meaning.unused_patterns(list(draft.modules))
+        ]
+    except ValueError as error:
+        draft.faults.append(f"config: rank_pattern or alpha_pattern: {error}")
 
 
 def _build_part(module: str, tensors: Tensors, meaning: Meaning) -> Built:
     roles = frozenset(tensors)
     for kind in KINDS:
         if kind.needs <= roles <= kind.needs | kind.may_have:
-            try:
-                return kind.build(module, tensors, meaning)
-            except ValueError as error:
-                return Built(None, "", (f"{module}: config pattern: {error}",))
+            return kind.build(module, tensors, meaning)
     there = ", ".join(sorted(tensor.name for tensor in tensors.values()))
     needs = " or ".join(sorted(_role_names(kind.needs) for kind in KINDS))
     return Built(None, "", (f"{module}: found only {there}; needed: {needs}",))
@@ -180,16 +189,13 @@ def _check_ranks(source: Source, draft: _Draft) -> None:
             )
 
 
-def _report(source: Source, draft: _Draft, meaning: Meaning) -> Report:
+def _report(source: Source, draft: _Draft) -> Report:
     rows = [
         _module_report(module, draft.built[module], draft.modules[module])
         for module in sorted(draft.modules)
     ]
-    notes = [
-        f"config: pattern {key!r} matches no module of the file"
-        for key in meaning.unused_patterns(list(draft.modules))
-    ]
-    return Report(tuple(rows), tuple(draft.ignored), len(source.tensors), tuple(notes))
+    ignored, notes = tuple(draft.ignored), tuple(draft.notes)
+    return Report(tuple(rows), ignored, len(source.tensors), notes)
 
 
 def _module_report(module: str, built: Built, tensors: Tensors) -> ModuleReport:

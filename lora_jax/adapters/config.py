@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from lora_jax.adapters.patterns import Matcher, compile_suffix, first_match
+from lora_jax.adapters.patterns import Budget, Matcher, compile_suffix, first_match
 
 Fault = str | None
 Rule = Callable[[object], Fault]
@@ -87,8 +87,9 @@ def read_meaning(config: Mapping[str, object]) -> tuple[Meaning | None, list[str
             "that the adapter was trained with"
         )
     matchers: dict[str, Matcher] = {}
+    budget = Budget()
     for field in ("rank_pattern", "alpha_pattern"):
-        found += _compile_keys(field, config.get(field), matchers)
+        found += _compile_keys(field, config.get(field), matchers, budget)
     if found:
         return None, found
     return _to_meaning(config, matchers), []
@@ -108,12 +109,12 @@ def _to_meaning(config: Mapping, matchers: Mapping[str, Matcher]) -> Meaning:
 
 
 def _compile_keys(
-    field: str, pattern: object, matchers: dict[str, Matcher]
+    field: str, pattern: object, matchers: dict[str, Matcher], budget: Budget
 ) -> list[str]:
     found = []
     for key in pattern if isinstance(pattern, dict) else ():
         try:
-            matchers[key] = compile_suffix(key)
+            matchers[key] = compile_suffix(key, budget)
         except ValueError as error:
             found.append(f"config: {field}: key {_shown(key)}: {error}")
     return found

@@ -1,20 +1,21 @@
 """A config's regular expressions, matched against module names in bounded time.
 
 Keys of `rank_pattern` come from a stranger's file, and `re` may take for ever on
-`(a|a)*b`. A pattern without repeats or groups is safe in `re`; any other is parsed by
-`re` and then walked here by sets of positions, which takes time polynomial in the
-name's length whatever the pattern. Only whether a whole name matches is asked, so
-greedy and lazy repeats are the same.
+`(a|a)*b`. A plain pattern is safe in `re`; any other is parsed by `re` and then walked
+here by sets of positions, whose steps are counted against a budget. Only whether a
+whole name matches is asked, so greedy and lazy repeats are the same.
 """
 
 import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from functools import partial
 
 # The parser's tree has no public name; it has kept its form since Python 2.
 from re import _constants as codes  # pyright: ignore[reportAttributeAccessIssue]
 from re import _parser as parser  # pyright: ignore[reportAttributeAccessIssue]
+from typing import Any, Protocol, runtime_checkable
 
 MAX_LENGTH = 10_000
 """Characters of a pattern; the longest that tools write is about 1 000."""
@@ -22,39 +23,61 @@ MAX_LENGTH = 10_000
 MAX_REPEATS = 1_000
 """Count in `{m,n}`; module names are shorter."""
 
-RISKY = frozenset("*+?{(")
-"""A pattern without these does no more work than its length times the name's."""
-
-MAX_STEPS = 1_000_000
-"""Positions tried in one match, about one second."""
+MAX_STEPS = 500_000
+"""Positions tried by all matches of one budget: a second. A usual match has 300."""
 
 Matcher = Callable[[str], bool]
-Tree = parser.SubPattern
 Ends = frozenset[int]
 
 
-def compile_whole(pattern: str) -> Matcher:
+@dataclass
+class Budget:
+    """Steps left for all matches that share it; counts down."""
+
+    steps: int = MAX_STEPS
+
+    def spend(self, steps: int) -> None:
+        """Takes steps off.
+
+        Raises:
+          ValueError: if there are not as many.
+        """
+        self.steps -= steps
+        if self.steps < 0:
+            raise ValueError(f"matching takes more than {MAX_STEPS} steps; simplify it")
+
+
+@runtime_checkable
+class Tree(Protocol):
+    """A parsed pattern: pairs of a code and its argument."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> tuple[object, Any]: ...
+
+
+def compile_whole(pattern: str, budget: Budget) -> Matcher:
     """Returns the predicate "the whole name matches `pattern`", as `re.fullmatch`.
 
     Example:
-      >>> compile_whole(r"layers\\.\\d\\.q_proj")("layers.0.q_proj")
+      >>> compile_whole(r"layers\\.\\d\\.q_proj", Budget())("layers.0.q_proj")
       True
 
     Raises:
       ValueError: if the pattern is no regular expression, too long, or uses what
         bounded time does not allow (back references, conditionals, huge counts); the
-        predicate raises it too if one match takes too many steps.
+        predicate raises it too when the budget is spent.
     """
-    return _compile("", pattern)
+    return _compile("", pattern, budget)
 
 
-def compile_suffix(key: str) -> Matcher:
+def compile_suffix(key: str, budget: Budget) -> Matcher:
     """Returns PEFT's rule (0.15 and later): `re.match(rf"(.*\\.)?({key})$", name)`.
 
     Raises:
       ValueError: as `compile_whole`.
     """
-    return _compile(r"(?:.*\.)?", key)
+    return _compile(r"(?:.*\.)?", key, budget)
 
 
 def first_match(keys: Mapping[str, Matcher], name: str) -> str | None:
@@ -62,29 +85,35 @@ def first_match(keys: Mapping[str, Matcher], name: str) -> str | None:
     return next((key for key, matches in keys.items() if matches(name)), None)
 
 
-def _compile(head: str, key: str) -> Matcher:
+def _compile(head: str, key: str, budget: Budget) -> Matcher:
     if len(key) > MAX_LENGTH:
         raise ValueError(f"{len(key)} characters, more than {MAX_LENGTH}")
     whole = f"{head}(?:{key})"
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # "possible nested set"
-            if not RISKY & set(key):
-                return partial(_matches_by_re, re.compile(whole))
             parser.parse(key)  # refuses a key that closes our own group
+            if _is_plain(key):
+                return partial(_matches_by_re, re.compile(whole))
             tree = parser.parse(whole)
         _check(tree)
     except (re.error, OverflowError, RecursionError) as error:
         raise ValueError(f"not a regular expression: {error}") from error
-    return partial(_matches_by_sets, tree)
+    return partial(_matches_by_sets, tree, budget)
+
+
+def _is_plain(key: str) -> bool:
+    """Whether `re` needs at most about the square of the name's length."""
+    repeats, groups = sum(map(key.count, "*+?")), key.count("(")
+    return "{" not in key and (repeats, groups) in ((0, 0), (0, 1), (0, 2), (1, 0))
 
 
 def _matches_by_re(compiled: re.Pattern[str], name: str) -> bool:
     return compiled.fullmatch(name) is not None
 
 
-def _matches_by_sets(tree: Tree, name: str) -> bool:
-    return len(name) in _Walk(name).through(tree, frozenset([0]))
+def _matches_by_sets(tree: Tree, budget: Budget, name: str) -> bool:
+    return len(name) in _Walk(name, budget).through(tree, frozenset([0]))
 
 
 def _check(tree: Tree) -> None:
@@ -139,9 +168,9 @@ _CLASSES: Mapping[object, Callable[[str], bool]] = {
 class _Walk:
     """One walk over one name; `through` gives the positions reached by a tree."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, budget: Budget) -> None:
         self._name = name
-        self._steps = MAX_STEPS
+        self._budget = budget
 
     def through(self, tree: Tree, starts: Ends) -> Ends:
         for code, argument in tree:
@@ -151,11 +180,7 @@ class _Walk:
         return starts
 
     def _step(self, code: object, argument, starts: Ends) -> Ends:
-        self._steps -= len(starts)
-        if self._steps < 0:
-            raise ValueError(
-                f"takes more than {MAX_STEPS} steps on {self._name[:80]!r}"
-            )
+        self._budget.spend(len(starts))
         if code in _REPEATS:
             return self._repeat(*argument, starts=starts)
         if code is codes.BRANCH:

@@ -27,6 +27,9 @@ MAX_HEADER_BYTES = 32 * 2**20
 MAX_FILE_BYTES = 32 * 2**30
 """An embedding and a head of a 70B model in float32 are 8.4 GiB."""
 
+MAX_NAME = 1000
+"""Characters of a tensor's name; real ones have about 100."""
+
 MAX_FAULTS = 20
 """Faults told of one header; the rest are counted."""
 
@@ -148,6 +151,8 @@ def _add_entry(
             isinstance(v, str) for _, v in value
         ):
             found.append("__metadata__: not a mapping of texts")
+    elif not name.isprintable() or len(name) > MAX_NAME:
+        found.append(f"{ascii(name)[:80]}: not printable, or longer than {MAX_NAME}")
     elif name in entries:
         found.append(f"{name!r}: appears twice")
     elif isinstance(value, _Pairs):
