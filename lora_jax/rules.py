@@ -9,7 +9,7 @@ texts of the exceptions included.
 """
 
 from collections.abc import Collection, Iterable
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from lora_jax.lru import LRU
 from lora_jax.slots import Activation, Registration, SlotTable
@@ -27,6 +27,7 @@ NO_PINS = (
 )
 
 
+@runtime_checkable
 class Rules(Protocol):
     """What a manager asks before it acts."""
 
@@ -146,6 +147,37 @@ class LRURules:
     def activated_again(self, table: SlotTable, id: int) -> None:
         """Makes `id` the newest on the device; the host's order stays, as in vLLM."""
         table.active.touch(id)
+
+
+def plan_replacement(rules: Rules, table: SlotTable, id: int) -> Activation | None:
+    """Plans where another version of a registered id goes; None if it is not active.
+
+    The old version leaves its slot, unless a running request holds it: then the new one
+    needs another slot.
+
+    Raises:
+      ValueError, RuntimeError: as `plan_activation`, if there is no other slot.
+    """
+    slot = table.slot_of(id)
+    if slot is None:
+        return None
+    free = table.free_slots() if table.is_held(id) else [*table.free_slots(), slot]
+    return Activation(id, min(free)) if free else rules.plan_activation(table, id)
+
+
+def can_load(rules: Rules, table: SlotTable, id: int) -> bool:
+    """Says whether an id, registered or not, could be registered and active."""
+    if id in table.registered:
+        return rules.can_activate(table, [id])
+    try:
+        plan = rules.plan_registration(table, id)
+        if plan.evicts not in table.active:
+            rules.plan_activation(table, id)
+    except KeyError:  # It is raised last, when a slot was found.
+        return True
+    except (ValueError, RuntimeError):
+        return False
+    return True
 
 
 def _all_registered(table: SlotTable, ids: Collection[int]) -> bool:

@@ -16,6 +16,7 @@ from lora_jax.routing import (
     mapping_to_routing,
 )
 from lora_jax.shapes import CONNECTOR, PROMPTS, TOKENS, TOWER
+from lora_kernels import Routing
 
 DOMAINS_OF = {
     LoRAMappingType.LANGUAGE: (TOKENS, PROMPTS),
@@ -28,9 +29,12 @@ Layout = tuple[int | None, ...]
 """Adapter id in each slot."""
 
 
-@dataclass(frozen=True)
-class StaleRouting:
-    """Stands where a routing was, after an adapter of its mapping left its slot."""
+class StaleRouting(Routing):
+    """Stands where a routing was, after an adapter of its mapping left its slot.
+
+    It has none of a routing's arrays: whoever asks for one gets a RuntimeError. Built
+    by `stale_routing`.
+    """
 
     absent: tuple[int, ...]
 
@@ -39,6 +43,16 @@ class StaleRouting:
             f"adapters {list(self.absent)} of the current mapping have left their "
             "slots; activate them and call set_adapter_mapping before the next run."
         )
+
+    def __repr__(self) -> str:
+        return f"StaleRouting(absent={self.absent})"
+
+
+def stale_routing(absent: Sequence[int]) -> StaleRouting:
+    """Returns a routing that refuses to be used, because `absent` are in no slot."""
+    stale = object.__new__(StaleRouting)  # A routing's own constructor wants arrays.
+    object.__setattr__(stale, "absent", tuple(absent))
+    return stale
 
 
 @dataclass(frozen=True)
@@ -97,7 +111,7 @@ class BatchTier:
     def _poison(self, kind: LoRAMappingType, absent: Sequence[int]) -> None:
         for domain in DOMAINS_OF[kind]:
             if domain in self._variables:
-                self._variables[domain].set_value(StaleRouting(tuple(absent)))
+                self._variables[domain].set_value(stale_routing(absent))
 
 
 def _absent(mapping: LoRAMapping, layout: Layout) -> list[int]:

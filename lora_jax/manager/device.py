@@ -5,11 +5,14 @@ the bank and otherwise leaves the old one valid (`ownership.py`), so whoever was
 bank may keep it.
 """
 
+import time
+
 import numpy as np
 
-from lora_jax.bank import Bank, empty_bank, stage, write, write_donated
+from lora_jax.bank import Bank, Staged, empty_bank, stage, write, write_donated
 from lora_jax.layers import LoRASlots, Sites
 from lora_jax.manager.ownership import References, count_references, is_sole_owner
+from lora_jax.manager.stats import Stats
 from lora_jax.packing import Packed
 
 NOTHING = Packed("nothing", {}, {})
@@ -23,36 +26,47 @@ class DeviceTier:
       sites: the model's LoRA layers; their slot variables show the current bank.
       slots: number of slots.
       dtype: dtype of the factors.
+      stats: where writes are counted.
     """
 
-    def __init__(self, sites: Sites, slots: int, dtype: np.dtype) -> None:
+    def __init__(self, sites: Sites, slots: int, dtype: np.dtype, stats: Stats) -> None:
         # The variables themselves, not the layers: wrapping the model again gives the
         # layers new ones, and this bank must not appear there.
         self._variables: dict[str, LoRASlots] = {
             name: layer.lora_slots for name, layer in sites.items()
         }
+        self._stats = stats
         self._bank = empty_bank(sites, slots, dtype)
         before = count_references(self._bank)
         self._show()
         after = count_references(self._bank)
         self._shown = [b - a for a, b in zip(before, after, strict=True)]
         self._own: References = after
-        self.copies = 0
 
     @property
     def bank(self) -> Bank:
         """The current bank. It stays valid while anybody holds it."""
         return self._bank
 
-    def write(self, slot: int, packed: Packed) -> None:
-        """Puts an adapter into a slot; nothing of the former occupant stays."""
-        staged = stage(self._bank, packed)
+    def write(self, slot: int, packed: Packed, staged: Staged | None = None) -> None:
+        """Puts an adapter into a slot; nothing of the former occupant stays.
+
+        Args:
+          slot: where.
+          packed: the adapter's host copy.
+          staged: the same, staged before, perhaps on the device already.
+        """
+        start = time.perf_counter()
+        if staged is None:
+            staged = stage(self._bank, packed)
         if is_sole_owner(count_references(self._bank), self._own):
             self._bank = write_donated(self._bank, slot, staged)
         else:
-            self.copies += 1
+            self._stats.copied_writes += 1
             self._bank = write(self._bank, slot, staged)
         self._publish()
+        self._stats.writes += 1
+        self._stats.write_seconds += time.perf_counter() - start
 
     def clear(self, slot: int) -> None:
         """Fills a slot with zeros: it gets an adapter that adapts nothing."""

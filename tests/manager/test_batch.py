@@ -26,9 +26,9 @@ def test_the_same_mapping_and_layout_compute_nothing() -> None:
     manager = _manager(1, 2)
     for mapping in (LoRAMapping((1, 2), (1, 2)), LoRAMapping([1, 2], [1, 2])):
         manager.set_adapter_mapping(mapping)
-    assert manager._batch.computed == 1
+    assert manager._tiers.batch.computed == 1
     manager.set_adapter_mapping(LoRAMapping((2, 1), (2, 1)))
-    assert manager._batch.computed == 2
+    assert manager._tiers.batch.computed == 2
 
 
 def test_a_mapping_follows_its_adapters_to_other_slots() -> None:

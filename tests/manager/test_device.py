@@ -30,7 +30,7 @@ def test_writes_are_in_place_while_nobody_else_looks() -> None:
     split(manager.model)
     _visit(manager, 1, 2)
     manager.deactivate_adapter(1)
-    assert manager._device.copies == 0
+    assert manager._tiers.stats.copied_writes == 0
 
 
 HOLDS = {
@@ -50,12 +50,12 @@ def test_what_a_caller_holds_stays_as_it_was(what: str) -> None:
     held = HOLDS[what](manager)
     before = [np.array(leaf) for leaf in jax.tree.leaves(held)]
     _visit(manager, 3, 4, 1)
-    assert manager._device.copies == 1
+    assert manager._tiers.stats.copied_writes == 1
     for leaf, old in zip(jax.tree.leaves(held), before, strict=True):
         np.testing.assert_array_equal(leaf, old)
     del held
     _visit(manager, 2, 3)
-    assert manager._device.copies == 1
+    assert manager._tiers.stats.copied_writes == 1
 
 
 def test_an_older_manager_of_the_same_model_does_not_reach_into_it() -> None:

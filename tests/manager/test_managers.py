@@ -112,7 +112,7 @@ def test_a_visit_changes_no_host_copy_and_every_visit_is_the_same() -> None:
         packed.append(
             {
                 name: {key: array.tobytes() for key, array in slot.items()}
-                for name, slot in manager._packed[id].sites.items()
+                for name, slot in manager._tiers.host[id].packed.sites.items()
             }
         )
     for again in (2, 4):
