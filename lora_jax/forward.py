@@ -14,8 +14,10 @@ import jax
 from flax import nnx
 
 from lora_jax.bank import Bank
-from lora_jax.layers import LoRALayer
+from lora_jax.layers import LoRALayer, LoRARouting
+from lora_jax.layers.head import LoRAHead
 from lora_jax.routing import RoutingSet
+from lora_jax.shapes import TOKENS
 
 
 def split(model: nnx.Module) -> tuple[nnx.GraphDef, nnx.State]:
@@ -30,7 +32,7 @@ def split(model: nnx.Module) -> tuple[nnx.GraphDef, nnx.State]:
     held = [
         (variable, variable.get_value())
         for layer in lora_layers(model).values()
-        for variable in (layer.lora_slots, layer.lora_routing)
+        for variable in (layer.lora_slots, *routing_variables(layer).values())
     ]
     install(model, None, {})
     try:
@@ -77,7 +79,15 @@ def install(model: nnx.Module, bank: Bank | None, routing: RoutingSet) -> None:
     """
     for name, layer in lora_layers(model).items():
         layer.lora_slots.set_value(None if bank is None else bank.arrays[name])
-        layer.lora_routing.set_value(routing.get(layer.lora_site.domain))
+        for domain, variable in routing_variables(layer).items():
+            variable.set_value(routing.get(domain))
+
+
+def routing_variables(layer: LoRALayer) -> dict[str, LoRARouting]:
+    """Returns a layer's routing variables by domain; a head has two."""
+    own = {layer.lora_site.domain: layer.lora_routing}
+    is_head = isinstance(layer, LoRAHead)
+    return own | ({TOKENS: layer.lora_token_routing} if is_head else {})
 
 
 def lora_layers(model: nnx.Module) -> Mapping[str, LoRALayer]:

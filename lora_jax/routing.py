@@ -66,7 +66,7 @@ def mapping_to_routing(
 ) -> RoutingSet:
     """Returns the routing of a batch under a slot table.
 
-    A domain whose rows all are base rows gets no entry: no LoRA work is done for it.
+    A mapping of base rows alone gives no entry: no LoRA work is done.
 
     Args:
       mapping: adapter ids per row.
@@ -87,10 +87,11 @@ def mapping_to_routing(
         LoRAMappingType.CONNECTOR: {CONNECTOR: mapping.index_mapping},
     }[mapping.type]
     found = {domain: ids_to_slots(ids, slot_of) for domain, ids in rows.items()}
+    if all(np.all(row_slots == BASE_SLOT) for row_slots in found.values()):
+        return {}
     return {
         domain: _make_routing(jnp.asarray(row_slots), slots)
         for domain, row_slots in found.items()
-        if np.any(row_slots != BASE_SLOT)
     }
 
 

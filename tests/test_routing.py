@@ -32,8 +32,9 @@ def test_a_batch_of_base_rows_does_no_lora_work():
     assert mapping_to_routing(LoRAMapping((0, -3, 0), (0,)), TABLE) == {}
 
 
-def test_a_domain_of_base_rows_does_no_lora_work():
-    assert set(mapping_to_routing(LoRAMapping((5, 0), (0,)), TABLE)) == {"tokens"}
+def test_rows_that_are_not_sampled_keep_the_routing_of_the_sampled_ones():
+    routing = mapping_to_routing(LoRAMapping((5, 0), (0,)), TABLE)
+    assert routing["prompts"].slot.tolist() == [-1]
 
 
 @pytest.mark.parametrize(

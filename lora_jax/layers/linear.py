@@ -39,20 +39,7 @@ class LoRALinear(LoRALayer):
         routing = self.lora_routing.get_value()
         if routing is None:
             return outputs
-        site, slots = self.lora_site, self.lora_slots.get_value()
-        rows = to_rows(inputs, site.shape.in_axes)
-        check_rows(site, routing, rows)
-        updated = lora_delta(
-            rows,
-            to_rows(outputs, site.shape.out_axes),
-            slots["a"],
-            slots["b"],
-            scale=slots["scale"],
-            rank=slots["rank"],
-            routing=routing,
-            part_widths=site.part_widths,
-        )
-        return from_rows(updated, site.shape.out_axes, outputs.shape)
+        return add_delta(self, routing, inputs, outputs)
 
     def slot_spec(self, dtype: jax.typing.DTypeLike) -> SlotSpec:
         """Returns the layout in this file's docstring, less the slot axis."""
@@ -108,6 +95,30 @@ class LoRALinear(LoRALayer):
             b[:own, starts[part] : starts[part + 1]] = pair.b.T
             scale[part], ranks[part] = pair.scale, own
         return {"a": a, "b": b, "scale": scale, "rank": ranks}
+
+
+def add_delta(
+    layer: LoRALayer, routing: Routing, inputs: jax.Array, outputs: jax.Array
+) -> jax.Array:
+    """Returns `outputs` plus the update of each row's slot.
+
+    Raises:
+      ValueError: if the routing was made for another number of rows.
+    """
+    site, slots = layer.lora_site, layer.lora_slots.get_value()
+    rows = to_rows(inputs, site.shape.in_axes)
+    check_rows(site, routing, rows)
+    updated = lora_delta(
+        rows,
+        to_rows(outputs, site.shape.out_axes),
+        slots["a"],
+        slots["b"],
+        scale=slots["scale"],
+        rank=slots["rank"],
+        routing=routing,
+        part_widths=site.part_widths,
+    )
+    return from_rows(updated, site.shape.out_axes, outputs.shape)
 
 
 def to_rows(array: jax.Array, axes: tuple[int, ...]) -> jax.Array:

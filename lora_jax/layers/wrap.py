@@ -16,14 +16,16 @@ from lora_jax.config import LoRAConfig
 from lora_jax.errors import ConfigError, ModelError, faults
 from lora_jax.layers.base import LoRALayer, LoRARouting, LoRASlots, Shape, Site
 from lora_jax.layers.einsum import describe_einsum, describe_general
+from lora_jax.layers.head import LoRAHead
 from lora_jax.layers.linear import (
     LoRALinear,
     describe_fused,
     describe_kernel,
     describe_linear,
 )
+from lora_jax.models.head import TiedHead
 from lora_jax.models.linear import FusedLinear
-from lora_jax.shapes import TOKENS
+from lora_jax.shapes import PROMPTS, TOKENS
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,7 @@ class Wrapper:
 
 
 WRAPPERS: Mapping[type[nnx.Module], Wrapper] = {
+    TiedHead: Wrapper("head", LoRAHead, describe_linear),
     FusedLinear: Wrapper("fused", LoRALinear, describe_fused),
     nnx.Linear: Wrapper("linear", LoRALinear, describe_linear),
     nnx.LinearGeneral: Wrapper("linear", LoRALinear, describe_general),
@@ -50,11 +53,14 @@ WRAPPERS: Mapping[type[nnx.Module], Wrapper] = {
 }
 """Most special type first: the first row that the layer is an instance of decides."""
 
+HEAD_WRAPPER = Wrapper("head", LoRAHead, describe_linear)
+"""For a linear layer that is a head by its name."""
+
 KERNEL_WRAPPER = Wrapper("kernel", LoRALinear, describe_kernel)
 """For callable layers of other people that hold a 2-D `kernel` `(d_in, d_out)`."""
 
-UNWRAPPED_HEADS = ("lm_head",)
-"""Layers whose rows are not tokens and that no layer kind here serves."""
+HEADS = ("lm_head",)
+"""Last names of layers whose rows are the sampled ones, not all tokens."""
 
 
 @dataclass(frozen=True)
@@ -125,13 +131,17 @@ def wrap(model: nnx.Module, config: LoRAConfig) -> Sites:
     routings: dict[str, LoRARouting] = {}
     for candidate in chosen:
         name, layer, row = candidate.paths[0], candidate.layer, candidate.wrapper
-        domain = _domain(name, prefixes)
+        is_head = issubclass(row.mixin, LoRAHead)
+        domain = PROMPTS if is_head else _domain(name, prefixes)
         site = Site(name, row.kind, domain, candidate.shape, config.max_lora_rank)
         routing = routings.setdefault(domain, LoRARouting(None))
         _set_class(layer, _subclass(row.mixin, type(layer)))
         layer.lora_site = site  # type: ignore[attr-defined]
         layer.lora_slots = LoRASlots(None)  # type: ignore[attr-defined]
         layer.lora_routing = routing  # type: ignore[attr-defined]
+        if is_head:
+            tokens = routings.setdefault(TOKENS, LoRARouting(None))
+            layer.lora_token_routing = tokens  # type: ignore[attr-defined]
         layers[name] = layer  # type: ignore[assignment]
         targets |= _targets(site, candidate.paths)
     return Sites(layers, targets, routings)
@@ -141,7 +151,8 @@ def unwrap(model: nnx.Module) -> None:
     """Gives every LoRA layer of `model` its base class back; others stay untouched."""
     for _, layer in _layers_with_paths(model):
         if isinstance(layer, LoRALayer):
-            del layer.lora_site, layer.lora_slots, layer.lora_routing
+            for name in [name for name in vars(layer) if name.startswith("lora_")]:
+                delattr(layer, name)
             _set_class(layer, type(layer).__bases__[1])
 
 
@@ -169,7 +180,7 @@ class _Candidate:
 
 
 def _candidate(paths: list[str], layer: nnx.Module) -> _Candidate:
-    wrapper = _wrapper(layer)
+    wrapper = _wrapper(layer, paths[0])
     if wrapper is None:
         reason = "name linear layers."
         return _Candidate(paths, layer, KERNEL_WRAPPER, None, reason)
@@ -180,10 +191,11 @@ def _candidate(paths: list[str], layer: nnx.Module) -> _Candidate:
     return _Candidate(paths, layer, wrapper, shape, "")
 
 
-def _wrapper(layer: nnx.Module) -> Wrapper | None:
-    for kind, row in WRAPPERS.items():
-        if isinstance(layer, kind):
-            return row
+def _wrapper(layer: nnx.Module, name: str) -> Wrapper | None:
+    row = next((row for kind, row in WRAPPERS.items() if isinstance(layer, kind)), None)
+    if row is not None:
+        is_head = name.rpartition(".")[2] in HEADS and row.mixin is LoRALinear
+        return HEAD_WRAPPER if is_head else row
     kernel = vars(layer).get("kernel")
     known_by_kernel = isinstance(kernel, nnx.Param) and len(kernel.shape) == 2
     return KERNEL_WRAPPER if known_by_kernel and callable(layer) else None
@@ -224,8 +236,6 @@ def _is_wanted(
     target_modules: Sequence[str] | None,
     packed: Mapping[str, tuple[str, ...]],
 ) -> bool:
-    if any(path.rpartition(".")[2] in UNWRAPPED_HEADS for path in candidate.paths):
-        return False
     if target_modules is None:
         return True
     return any(
