@@ -1,7 +1,7 @@
 """The device's half of the engine: weights, cache and last tokens of all rows.
 
-It runs the programs of `steps.py` on padded groups of rows and reads their tokens once a
-step. It knows rows and slots, not requests, queues or adapter names.
+It runs the programs of `steps.py` on padded groups of rows and reads their tokens once
+a step. It knows rows and slots, not requests, queues or adapter names.
 """
 
 import dataclasses
@@ -85,11 +85,18 @@ class Batch:
         for length, group in self._by_length(prompts).items():
             for size in split_rows(len(group), row_ladder(length, self._num_rows)):
                 chunk, group = group[:size], group[size:]
-                hidden, padded, rows = self._prefill(bank, chunk, length, size)
+                lora = _any_lora([prompt.facts for prompt in chunk])
+                hidden, padded, rows = self._prefill(
+                    bank, chunk, length, size, lora=lora
+                )
                 if any(prompt.scored for prompt in chunk):
-                    scores = self._score(bank, chunk, hidden, padded, rows)
+                    scores = self._steps.score(
+                        self._weights, bank, hidden, padded, rows.slot, lora=lora
+                    )
                     pending.append((chunk, scores))
-        tokens, found = jax.device_get((self._tokens, [scores for _, scores in pending]))
+        tokens, found = jax.device_get(
+            (self._tokens, [scores for _, scores in pending])
+        )
         scores = {
             prompt.facts.row: chunk_scores[index, : len(prompt.token_ids) - 1]
             for (chunk, _), chunk_scores in zip(pending, found, strict=True)
@@ -103,15 +110,44 @@ class Batch:
         rows = [RowFacts(row) for row in range(self._num_rows)]
         for fact in facts:
             rows[fact.row] = fact
-        self._tokens, self._cache = self._steps.decode(
-            self._weights,
-            bank,
-            self._tokens,
-            cache=self._cache,
-            rows=pack_rows(rows),
-            lora=_any_lora(facts),
-        )
+        self._decode(bank, rows, lora=_any_lora(facts))
         return StepOutput(jax.device_get(self._tokens), {})
+
+    def prompt_logits(self, bank: Bank | None, prompt: Prompt) -> np.ndarray:
+        """Returns the prompt's logits `(length, vocab)`; its row is to be outside.
+
+        It takes the largest group of rows that any prefill takes, and with a bank the
+        program with LoRA: those are compiled already when a full batch has run.
+        """
+        length = smallest_that_holds(len(prompt.token_ids), self._lengths)
+        size = row_ladder(length, self._num_rows)[-1]
+        lora = bank is not None
+        hidden, _, rows = self._prefill(bank, [prompt], length, size, lora=lora)
+        logits = self._steps.head(
+            self._weights, bank, hidden[:1], rows.slot[:1], lora=lora
+        )
+        return jax.device_get(logits)[0, : len(prompt.token_ids)]
+
+    def warmup(
+        self, bank: Bank | None, lengths: Sequence[int], *, scored: bool
+    ) -> None:
+        """Runs every program once on rows outside the batch, so that it is compiled."""
+        slots = (BASE_SLOT,) if bank is None else (BASE_SLOT, 0)
+        for slot in slots:
+            nobody = RowFacts(self._num_rows, position=0, slot=slot)
+            lora = slot != BASE_SLOT
+            self._decode(bank, [RowFacts(0)] * self._num_rows, lora=lora)
+            for length in lengths:
+                for size in row_ladder(length, self._num_rows):
+                    chunk = [Prompt((PAD_TOKEN,), nobody, scored)]
+                    hidden, padded, rows = self._prefill(
+                        bank, chunk, length, size, lora=lora
+                    )
+                    if scored:
+                        self._steps.score(
+                            self._weights, bank, hidden, padded, rows.slot, lora=lora
+                        )
+        jax.block_until_ready(self._tokens)
 
     def _by_length(self, prompts: Sequence[Prompt]) -> dict[int, list[Prompt]]:
         groups: dict[int, list[Prompt]] = {}
@@ -120,8 +156,26 @@ class Batch:
             groups.setdefault(length, []).append(prompt)
         return groups
 
+    def _decode(
+        self, bank: Bank | None, rows: Sequence[RowFacts], *, lora: bool
+    ) -> None:
+        self._tokens, self._cache = self._steps.decode(
+            self._weights,
+            bank,
+            self._tokens,
+            cache=self._cache,
+            rows=pack_rows(rows),
+            lora=lora,
+        )
+
     def _prefill(
-        self, bank: Bank | None, chunk: Sequence[Prompt], length: int, size: int
+        self,
+        bank: Bank | None,
+        chunk: Sequence[Prompt],
+        length: int,
+        size: int,
+        *,
+        lora: bool,
     ) -> tuple[jax.Array, np.ndarray, StepRows]:
         """Runs one padded group; pad rows lie outside the batch and are dropped."""
         padded = np.full((size, length), PAD_TOKEN, np.int32)
@@ -136,26 +190,9 @@ class Batch:
             cache=self._cache,
             prompts=padded,
             rows=rows,
-            lora=_any_lora([prompt.facts for prompt in chunk]),
+            lora=lora,
         )
         return hidden, padded, rows
-
-    def _score(
-        self,
-        bank: Bank | None,
-        chunk: Sequence[Prompt],
-        hidden: jax.Array,
-        padded: np.ndarray,
-        rows: StepRows,
-    ) -> jax.Array:
-        return self._steps.score(
-            self._weights,
-            bank,
-            hidden,
-            prompts=padded,
-            slots=rows.slot,
-            lora=_any_lora([prompt.facts for prompt in chunk]),
-        )
 
 
 def _any_lora(facts: Sequence[RowFacts]) -> bool:

@@ -1,19 +1,24 @@
 """The serving engine: a queue of requests in, tokens out, one jitted step at a time.
 
-    requests -> Scheduler (rows, slots) -> Batch: prefill of new rows | decode of all rows
+    requests -> Scheduler (rows, slots) -> Batch: prefill of new rows | decode of all
              -> one read of the newest tokens -> TokenEvents, GenerationResults
 
 The batch owns the device state, the manager owns adapters and bank; the engine joins
 them. It works on token ids: no text, no files. Use it from one thread.
 """
 
+import dataclasses
 from collections.abc import Iterable, Sequence
 
-from lora_jax.errors import RequestError, faults
+import numpy as np
+from jaxtyping import Float
+
 from lora_jax.manager import LoRAModelManager
 from lora_jax.models import CausalLM
 from lora_jax.serving.adapters import ServedAdapters
 from lora_jax.serving.batch import Batch, Prompt, StepOutput
+from lora_jax.serving.buckets import smallest_that_holds
+from lora_jax.serving.intake import Intake
 from lora_jax.serving.limits import engine_limits
 from lora_jax.serving.requests import (
     FinishReason,
@@ -21,6 +26,7 @@ from lora_jax.serving.requests import (
     GenerationResult,
     TokenEvent,
 )
+from lora_jax.serving.rows import RowFacts
 from lora_jax.serving.running import Running, empty_result
 from lora_jax.serving.scheduler import Admission, Scheduler
 from lora_jax.shapes import BASE_SLOT
@@ -87,12 +93,12 @@ class Engine:
         self._queued: dict[str, GenerationRequest] = {}
         self._running: dict[int, Running] = {}
         self._news: list[TokenEvent] = []
-        self._in_flight: set[str] = set()
+        self._intake = Intake(self.limits, self.adapters)
 
     @property
     def has_work(self) -> bool:
         """Whether a request has not yet got its result from `step`."""
-        return bool(self._in_flight)
+        return bool(self._intake.in_flight)
 
     @property
     def num_waiting(self) -> int:
@@ -112,12 +118,8 @@ class Engine:
             adapter, an empty or too long prompt, a token outside the vocabulary, an id
             that is in flight. Nothing has changed then.
         """
-        found = self._faults(request)
-        if found:
-            raise RequestError(
-                faults(f"request {request.request_id!r} cannot be served:", found)
-            )
-        self._in_flight.add(request.request_id)
+        self._intake.check(request)
+        self._intake.in_flight.add(request.request_id)
         if request.max_tokens == 0 and not request.prompt_logprobs:
             self._report_end(empty_result(request, FinishReason.LENGTH))
             return
@@ -156,7 +158,7 @@ class Engine:
         elif self._queued:
             self._refuse_waiting()
         news, self._news = self._news, []
-        self._in_flight -= {event.request_id for event in news if event.result}
+        self._intake.in_flight -= {event.request_id for event in news if event.result}
         return news
 
     def generate(self, requests: Iterable[GenerationRequest]) -> list[GenerationResult]:
@@ -169,7 +171,7 @@ class Engine:
             if other requests are in flight (use `add_request` and `step` then).
         """
         wanted = list(requests)
-        self._check_all(wanted)
+        self._intake.check_all(wanted)
         results: dict[str, GenerationResult] = {}
         try:
             for request in wanted:
@@ -182,29 +184,46 @@ class Engine:
             self._abandon_all()
         return [results[request.request_id] for request in wanted]
 
-    def _faults(self, request: GenerationRequest) -> list[str]:
-        found = self.limits.faults(request)
-        if request.request_id in self._in_flight:
-            found.append("a request with this id is in flight; choose another id.")
-        if request.lora is not None:
-            found += self.adapters.name_faults(request.lora)
-        return found
+    def prompt_logits(
+        self, prompt_token_ids: Sequence[int], lora: str | None = None
+    ) -> Float[np.ndarray, "length vocab"]:
+        """Returns the float32 logits at every position of a prompt.
 
-    def _check_all(self, requests: Sequence[GenerationRequest]) -> None:
-        if self.has_work:
-            raise RequestError(
-                "generate: other requests are in flight; use add_request and step."
-            )
-        found = []
-        seen: set[str] = set()
-        for request in requests:
-            problems = self._faults(request)
-            if request.request_id in seen:
-                problems.append("another request has this id too; ids must differ.")
-            seen.add(request.request_id)
-            found += [f"{request.request_id!r}: {problem}" for problem in problems]
-        if found:
-            raise RequestError(faults("these requests cannot be served:", found))
+        Raises:
+          RequestError: if the prompt or the adapter's name cannot be served.
+          RuntimeError: if the adapter can get no slot now.
+        """
+        request = GenerationRequest("", tuple(prompt_token_ids), lora, max_tokens=0)
+        self._intake.check(request)
+        outside = RowFacts(self.limits.max_num_seqs, len(prompt_token_ids) - 1)
+        if lora is None:
+            prompt = Prompt(request.prompt_token_ids, outside, scored=False)
+            return self._batch.prompt_logits(self.adapters.bank, prompt)
+        claim = self.adapters.acquire(self.adapters.id_of(lora))
+        try:
+            facts = dataclasses.replace(outside, slot=claim.slot)
+            prompt = Prompt(request.prompt_token_ids, facts, scored=False)
+            return self._batch.prompt_logits(self.adapters.bank, prompt)
+        finally:
+            self.adapters.release(claim)
+
+    def warmup(
+        self, prompt_lengths: Iterable[int] | None = None, *, scored: bool = False
+    ) -> None:
+        """Compiles every program that requests with such prompts can need.
+
+        Without it each program is compiled when it is first needed. Rows, cache and
+        adapters stay as they are.
+
+        Args:
+          prompt_lengths: lengths of the prompts to come; None: all up to the limit.
+          scored: whether some will ask for `prompt_logprobs`.
+        """
+        lengths = self.limits.prefill_lengths
+        if prompt_lengths is not None:
+            padded = {smallest_that_holds(n, lengths) for n in prompt_lengths}
+            lengths = tuple(sorted(padded))
+        self._batch.warmup(self.adapters.bank, lengths, scored=scored)
 
     def _start_waiting(self) -> list[Running]:
         admissions, refusals = self._scheduler.admit()
@@ -273,7 +292,7 @@ class Engine:
 
     def _abandon_all(self) -> None:
         """After `generate`: leaves nothing in flight, also when it was interrupted."""
-        for request_id in list(self._in_flight):
+        for request_id in list(self._intake.in_flight):
             self.cancel(request_id)
         self._news.clear()
-        self._in_flight.clear()
+        self._intake.in_flight.clear()

@@ -43,7 +43,7 @@ class Running:
         self.prompt_logprobs = (None, *(float(score) for score in scores))
 
     def take_token(self, token: int) -> tuple[int, ...]:
-        """Keeps the newest token, unless none was asked for, and returns what is new."""
+        """Keeps the newest token, unless none was asked for; returns what is new."""
         if self.request.max_tokens == 0:
             return ()
         self.tokens.append(token)

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-
 HostOrDevice = Array | np.ndarray
 """Host arrays before a step, device arrays inside it."""
 

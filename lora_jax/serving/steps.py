@@ -1,4 +1,4 @@
-"""The three jitted programs of the engine: prefill, decode, score.
+"""The jitted programs of the engine: prefill, decode, score, head.
 
 Each is a pure function of (weights, bank, rows, state): the routing is computed inside
 from the rows' slots, so whoever changes the slot table or the bank between two calls
@@ -8,6 +8,7 @@ the variant without LoRA work (`lora=False`).
     prefill   prompts `(rows, length)` -> first tokens; fills the cache's rows
     decode    last tokens `(batch,)`   -> next tokens; one position more in the cache
     score     hidden states of prompts -> log-probability of each prompt token
+    head      hidden states of prompts -> all their logits
 """
 
 import functools
@@ -15,6 +16,7 @@ from typing import Protocol, cast, runtime_checkable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
@@ -41,7 +43,10 @@ class Decoder(Protocol):
         ...
 
     def decode(
-        self, tokens: Int[Array, " batch"], positions: Int[Array, " batch"], cache: KVCache
+        self,
+        tokens: Int[Array, " batch"],
+        positions: Int[Array, " batch"],
+        cache: KVCache,
     ) -> tuple[Float[Array, "batch d"], KVCache]:
         """Hidden states of one more token for each row; negative positions idle."""
         ...
@@ -61,13 +66,14 @@ class Steps:
 
     def __init__(self, graphdef: nnx.GraphDef, num_slots: int) -> None:
         jit = functools.partial(jax.jit, static_argnames="lora")
-        prefill, decode, score = (
+        prefill, decode, score, head = (
             functools.partial(step, graphdef, num_slots)
-            for step in (_prefill, _decode, _score)
+            for step in (_prefill, _decode, _score, _head)
         )
         self.prefill = jit(prefill, donate_argnames="cache")
         self.decode = jit(decode, donate_argnames="cache")
         self.score = jit(score)
+        self.head = jit(head)
 
 
 def _prefill(
@@ -144,7 +150,9 @@ def _score(
     def score_chunk(chunk: tuple[Array, Array, Array]) -> Array:
         states, targets, chunk_slots = chunk
         routing = _row_routing(num_slots, chunk_slots) if lora else {}
-        logits = _decoder(graphdef, weights, bank, routing).logits(states)
+        # Rebuilt, because flax lets no variable of the outer trace change in this one.
+        inner_weights = jax.tree.map(lambda leaf: leaf, weights)
+        logits = _decoder(graphdef, inner_weights, bank, routing).logits(states)
         target = jnp.take_along_axis(logits, targets[:, None], axis=1)[:, 0]
         return target - jax.nn.logsumexp(logits, axis=1)
 
@@ -155,6 +163,24 @@ def _score(
     )
     scores = jax.lax.map(score_chunk, chunks).reshape(-1)
     return scores[: num_rows * length].reshape(num_rows, length)
+
+
+def _head(
+    graphdef: nnx.GraphDef,
+    num_slots: int,
+    weights: nnx.State,
+    bank: Bank | None,
+    hidden: Float[Array, "rows length d"],
+    slots: Int[Array | np.ndarray, " rows"],
+    *,
+    lora: bool,
+) -> Float[Array, "rows length vocab"]:
+    """Returns the logits of every position."""
+    num_rows, length, width = hidden.shape
+    routing = _row_routing(num_slots, jnp.repeat(slots, length)) if lora else {}
+    model = _decoder(graphdef, weights, bank, routing)
+    flat = model.logits(hidden.reshape(-1, width))
+    return flat.reshape(num_rows, length, -1)
 
 
 def _decoder(
