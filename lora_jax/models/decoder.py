@@ -194,7 +194,7 @@ class CausalLM(nnx.Module):
         self, hidden: Float[Array, "*tokens d"]
     ) -> Float[Array, "*tokens vocab"]:
         """Returns the float32 logits of hidden states."""
-        if self.config.tie_word_embeddings:
+        if isinstance(self.lm_head, TiedHead):
             raw = self.lm_head(hidden, self.model.embed_tokens.embedding[...])
         else:
             raw = self.lm_head(hidden)

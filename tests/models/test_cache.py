@@ -22,7 +22,7 @@ def test_prefilled_rows_go_to_their_batch_rows_and_padding_rows_nowhere():
 
 
 def test_a_prompt_longer_than_the_cache_is_refused():
-    with pytest.raises(ValueError, match="has 7 positions, the cache .* only 6"):
+    with pytest.raises(ValueError, match=r"has 7 positions, the cache .* only 6"):
         insert(full(4, 6, 0.0), jnp.array([0], jnp.int32), full(1, 7, 1.0))
 
 
