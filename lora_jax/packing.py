@@ -63,6 +63,8 @@ def pack(adapter: Adapter, sites: Sites, dtype: np.dtype) -> Packed:
         taken[target.part] = weights
     if not adapter.parts:
         problems.append("the adapter adapts no module.")
+    if adapter.invocation_tokens:
+        problems.append("an activated LoRA (alora_invocation_tokens) cannot be served.")
     if problems:
         headline = f"adapter {adapter.name!r} cannot be served by this model:"
         raise AdapterError(faults(headline, problems))

@@ -1,9 +1,6 @@
 """What an adapter is in memory: module paths, each with the change made to it.
 
-Arrays are NumPy, read-only, and hold the file's own values in the file's own dtype
-(bfloat16 through `ml_dtypes`): the scale is carried beside them and folded into
-nothing, so nothing is scaled twice and writing back is exact. Knows nothing of files,
-of models, or of JAX.
+Knows nothing of files, of models, or of JAX. The kinds of change are in `parts`.
 """
 
 import itertools
@@ -11,12 +8,12 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import ClassVar
 
 import ml_dtypes
 import numpy as np
-from jaxtyping import Float
 
+from lora_jax.adapters.copies import BaseCopy
+from lora_jax.adapters.parts import AdapterPart, nested
 from lora_jax.adapters.report import Report
 from lora_jax.errors import AdapterError
 
@@ -29,46 +26,8 @@ WEIGHT_DTYPES = tuple(
 MAX_ID = 2**31 - 1
 """Ids travel as int32."""
 
-
-@dataclass(frozen=True, eq=False)
-class LowRank:
-    """A low-rank update of a linear layer: `y += scale * (x @ a.T) @ b.T`.
-
-    Attributes:
-      a: `(rank, d_in)`, PEFT's `lora_A.weight`.
-      b: `(d_out, rank)`, PEFT's `lora_B.weight`.
-      scale: the factor on the product, e.g. alpha / rank.
-    """
-
-    kind: ClassVar[str] = "lora"
-    a: Float[np.ndarray, "rank d_in"]
-    b: Float[np.ndarray, "d_out rank"]
-    scale: float
-
-    @property
-    def rank(self) -> int:
-        """Rank, read from the tensors."""
-        return self.a.shape[0]
-
-
-@dataclass(frozen=True, eq=False)
-class FullModule:
-    """A module replaced as a whole, PEFT's `modules_to_save`.
-
-    Attributes:
-      weight: the new weight as stored in the Hugging Face checkpoint, `(d_out, d_in)`
-        for a linear layer and `(vocab, dim)` for an embedding.
-      bias: the new bias `(d_out,)`, or None where the file has none.
-    """
-
-    kind: ClassVar[str] = "full_module"
-    rank: ClassVar[int] = 0
-    weight: Float[np.ndarray, "d_out d_in"]
-    bias: Float[np.ndarray, " d_out"] | None = None
-
-
-AdapterPart = LowRank | FullModule
-"""What can be done to one module."""
+ACTIVATED = "alora"
+"""The kind of an adapter that acts only from its invocation tokens on."""
 
 
 class _Ids:
@@ -98,15 +57,12 @@ def take_id(adapter_id: int | None) -> int:
     """
     if adapter_id is None:
         return _IDS.take(None)
-    whole = isinstance(adapter_id, int | np.integer) and not isinstance(
-        adapter_id, bool
-    )
-    if not whole or not 1 <= adapter_id <= MAX_ID:
+    if type(adapter_id) is not int or not 1 <= adapter_id <= MAX_ID:
         raise AdapterError(
             f"adapter id {adapter_id!r} is not a whole number in 1..{MAX_ID} "
             "(0 means the base model); choose another, or None for the next free one."
         )
-    return _IDS.take(int(adapter_id))
+    return _IDS.take(adapter_id)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -123,6 +79,10 @@ class Adapter:
       report: every tensor of the file, and what became of it.
       base_model: the base model's name in the config, "" where it has none.
       config: the adapter's config as read.
+      invocation_tokens: token ids from whose last occurrence on the adapter acts; empty
+        for one that always acts.
+      base_copies: module path -> sample of the base weight that the file carries; they
+        must equal the served base's (`BaseCopy.difference`).
     """
 
     name: str
@@ -132,10 +92,13 @@ class Adapter:
     report: Report
     base_model: str = ""
     config: Mapping[str, object] = field(default_factory=dict)
+    invocation_tokens: tuple[int, ...] = ()
+    base_copies: Mapping[str, BaseCopy] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "parts", MappingProxyType(dict(self.parts)))
-        object.__setattr__(self, "config", MappingProxyType(dict(self.config)))
+        for name in ("parts", "config", "base_copies"):
+            frozen = MappingProxyType(dict(getattr(self, name)))
+            object.__setattr__(self, name, frozen)
 
     @property
     def rank(self) -> int:
@@ -144,8 +107,12 @@ class Adapter:
 
     @property
     def kinds(self) -> frozenset[str]:
-        """The kinds of change it makes; a server must know them all to serve it."""
-        return frozenset(part.kind for part in self.parts.values())
+        """The kinds of change it makes, "alora" among them if it waits for its tokens.
+
+        A server must know them all to serve it.
+        """
+        kinds = {inner.kind for part in self.parts.values() for inner in nested(part)}
+        return frozenset(kinds | ({ACTIVATED} if self.invocation_tokens else set()))
 
     @property
     def nbytes(self) -> int:

@@ -23,19 +23,53 @@ class Role(Enum):
 
     A = "lora_A"
     B = "lora_B"
+    LORA_BIAS = "lora_B.bias"
+    MAGNITUDE = "lora_magnitude_vector"
+    EMBEDDING_A = "lora_embedding_A"
+    EMBEDDING_B = "lora_embedding_B"
+    TOKENS = "trainable_tokens_delta"
+    BASE_WEIGHT = "base_layer.weight"
+    BASE_BIAS = "base_layer.bias"
+    SAVED_WEIGHT = "modules_to_save.weight"
+    SAVED_BIAS = "modules_to_save.bias"
+    ORIGINAL = "original_module"
+    WEIGHT = "weight"
+    BIAS = "bias"
 
     def __repr__(self) -> str:
         return str(self)
 
 
+RESERVED = frozenset(
+    "lora_A lora_B lora_embedding_A lora_embedding_B lora_magnitude_vector lora_a "
+    "lora_b lora_down lora_up token_adapter modules_to_save original_module".split()
+)
+"""Parts of a path that are never a module's name: what has one is no plain weight."""
+
+_INSIDE = r"(?:\.(?P<adapter>.+))?"
+"""A raw state dict has the adapter's own name, which may have dots, inside the key."""
+
 SUFFIXES: tuple[tuple[re.Pattern[str], Role], ...] = tuple(
-    (re.compile(pattern), role)
-    for pattern, role in (
-        (r"\.lora_A(?:\.(?P<adapter>.+))?\.weight", Role.A),
-        (r"\.lora_B(?:\.(?P<adapter>.+))?\.weight", Role.B),
+    (re.compile(rf"(?P<module>.+?)\.{suffix}"), role)
+    for suffix, role in (
+        (rf"lora_A{_INSIDE}\.weight", Role.A),
+        (rf"lora_B{_INSIDE}\.weight", Role.B),
+        (rf"lora_B{_INSIDE}\.bias", Role.LORA_BIAS),
+        (rf"lora_magnitude_vector{_INSIDE}\.weight", Role.MAGNITUDE),
+        (rf"lora_magnitude_vector{_INSIDE}", Role.MAGNITUDE),
+        (rf"lora_embedding_A{_INSIDE}", Role.EMBEDDING_A),
+        (rf"lora_embedding_B{_INSIDE}", Role.EMBEDDING_B),
+        (rf"token_adapter\.trainable_tokens_delta{_INSIDE}", Role.TOKENS),
+        (r"base_layer\.weight", Role.BASE_WEIGHT),
+        (r"base_layer\.bias", Role.BASE_BIAS),
+        (rf"modules_to_save{_INSIDE}\.weight", Role.SAVED_WEIGHT),
+        (rf"modules_to_save{_INSIDE}\.bias", Role.SAVED_BIAS),
+        (r"original_module\.(?:weight|bias)", Role.ORIGINAL),
+        (r"weight", Role.WEIGHT),
+        (r"bias", Role.BIAS),
     )
 )
-"""End of the name -> role. A raw state dict has the adapter's own name inside."""
+"""End of a name -> role; the first that fits counts."""
 
 
 @dataclass(frozen=True)
@@ -62,9 +96,10 @@ def read_name(name: str) -> TensorName | None:
     """
     path = strip_prefix(name)
     for suffix, role in SUFFIXES:
-        found = suffix.search(path)
-        if found and found.end() == len(path) and found.start() > 0:
-            return TensorName(path[: found.start()], role, found["adapter"] or "")
+        found = suffix.fullmatch(path)
+        if found and not any(part in RESERVED for part in found["module"].split(".")):
+            inside = found.groupdict().get("adapter")
+            return TensorName(found["module"], role, inside or "")
     return None
 
 

@@ -71,13 +71,19 @@ def compile_whole(pattern: str, budget: Budget) -> Matcher:
     return _compile("", pattern, budget)
 
 
-def compile_suffix(key: str, budget: Budget) -> Matcher:
-    """Returns PEFT's rule (0.15 and later): `re.match(rf"(.*\\.)?({key})$", name)`.
+def compile_suffix(key: str, budget: Budget, *, dotted: bool = False) -> Matcher:
+    """Returns PEFT's rule: `re.match(rf"(.*\\.)?({key})$", name)`.
+
+    Args:
+      key: the pattern.
+      budget: what its matches may cost.
+      dotted: whether something must come before the key, as in PEFT up to 0.14:
+        `re.match(rf".*\\.{key}$", name)`.
 
     Raises:
       ValueError: as `compile_whole`.
     """
-    return _compile(r"(?:.*\.)?", key, budget)
+    return _compile(r".*\." if dotted else r"(?:.*\.)?", key, budget)
 
 
 def first_match(keys: Mapping[str, Matcher], name: str) -> str | None:

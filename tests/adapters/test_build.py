@@ -39,8 +39,8 @@ def without(name):
 
 
 TENSORS = [
-    (without(B), [Q, "found only", "lora_A", "needed: lora_A with lora_B"]),
-    (without(A), [Q, "found only", "lora_B"]),
+    (without(B), [Q, "lora_B is missing; found only", A]),
+    (without(A), [Q, "lora_A is missing; found only", B]),
     (with_array(A, normal(RNG, 8, 32)), [Q, "rank 8 of lora_A", "rank 4 of lora_B"]),
     (with_array(B, normal(RNG, 32)), [B, "shape (32,)", "two axes"]),
     (with_array(A, normal(RNG, 4, 8, 4)), [A, "shape (4, 8, 4)"]),

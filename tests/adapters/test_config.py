@@ -5,7 +5,8 @@ import re
 
 import pytest
 
-from lora_jax.adapters.config import RULES, read_meaning
+from lora_jax.adapters.config import read_meaning
+from lora_jax.adapters.fields import RULES
 
 
 def meaning(**fields):
@@ -150,3 +151,36 @@ def test_what_peft_itself_writes_by_default_passes():
     config = peft.LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj"])
     _, found = read_meaning(config.to_dict() | {"target_modules": ["q_proj"]})
     assert found == []
+
+
+BY_PEFT = {
+    "auto_mapping": None,
+    "fan_in_fan_out": False,
+    "inference_mode": True,
+    "layers_pattern": None,
+    "layers_to_transform": None,
+    "revision": None,
+    "rank_pattern": {"q_proj": 4},
+    "alpha_pattern": {"layers.0.self_attn.q_proj": 32},
+}
+V14 = {"exclude_modules": None, "eva_config": None, "lora_bias": False}
+V15 = {"trainable_token_indices": None, "corda_config": None}
+LAYER_0 = "model.layers.0.self_attn.q_proj"
+
+ERAS = [
+    (BY_PEFT, 16.0, 8),
+    (BY_PEFT | V14, 32.0, 8),
+    (BY_PEFT | V14 | V15, 32.0, 2),
+    (BY_PEFT | {"peft_version": "0.18.1"}, 32.0, 2),
+    ({"alpha_pattern": BY_PEFT["alpha_pattern"]}, 32.0, 2),
+]
+
+
+@pytest.mark.parametrize(("fields", "alpha", "top"), ERAS)
+def test_patterns_match_as_in_the_peft_that_wrote_them(fields, alpha, top):
+    """Up to 0.13 one look-up served both; up to 0.14 a dot had to come before a key."""
+    ranks = {"q_proj": 4, "lm_h.*": 2}
+    found = meaning(**fields | {"rank_pattern": ranks})
+    assert found.rank_of(LAYER_0) == 4
+    assert found.alpha_of(LAYER_0) == alpha
+    assert found.rank_of("lm_head") == top

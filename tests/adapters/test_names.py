@@ -35,7 +35,10 @@ def test_a_known_name_is_taken_apart(name, expected):
         "",
         "lora_A.weight",
         ".lora_A.weight",
-        f"{MODULE}.lora_C.weight",
+        f"{MODULE}.lora_A.what",
+        f"{MODULE}.lora_A.default.default",
+        f"{MODULE}.lora_down.weight",
+        f"{MODULE}.lora_B.default.other",
         f"{MODULE}.lora_A",
     ],
 )
