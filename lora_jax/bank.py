@@ -87,12 +87,64 @@ def empty_bank(sites: Sites, slots: int, dtype: np.dtype) -> Bank:
     )
 
 
+def room_for(bank: Bank, sites: Sites, packed: Packed) -> Bank:
+    """Returns a bank with every array that an adapter brings, zeros where it is new.
+
+    The arrays of a plain low-rank pair are always there, and then this is the given
+    bank itself. The first adapter of another kind (a bias, DoRA, ...) adds its arrays
+    to every site that can have them: a step that is given the larger bank compiles
+    anew, once for the kind and not for each adapter.
+    """
+    wanted: dict[str, dict[str, jax.ShapeDtypeStruct]] = {}
+    for own, arrays in packed.sites.items():
+        for key, values in arrays.items():
+            if _has_room(bank.arrays[own].get(key), values.shape):
+                continue
+            for name, layer in sites.items():
+                spec = layer.extra_spec(key, values.shape)
+                wanted.setdefault(name, {}).update(spec)
+    if not wanted:
+        return bank
+    return Bank(
+        {
+            name: arrays
+            | {
+                key: _enlarged(arrays.get(key), bank.num_slots, spec)
+                for key, spec in wanted.get(name, {}).items()
+            }
+            for name, arrays in bank.arrays.items()
+        }
+    )
+
+
+def _has_room(array: jax.Array | None, corner: tuple[int, ...]) -> bool:
+    return array is not None and all(
+        have >= need for have, need in zip(array.shape[1:], corner, strict=True)
+    )
+
+
+def _enlarged(
+    array: jax.Array | None, slots: int, spec: jax.ShapeDtypeStruct
+) -> jax.Array:
+    empty = jnp.zeros((slots, *spec.shape), spec.dtype)
+    if array is None:
+        return empty
+    larger = jnp.maximum(jnp.array(array.shape), jnp.array(empty.shape)).tolist()
+    padding = [(0, want - have) for want, have in zip(larger, array.shape, strict=True)]
+    return jnp.pad(array, padding)
+
+
 def bank_dtype(sites: Sites, lora_dtype: str) -> np.dtype:
     """Returns the dtype of the factors: `lora_dtype`, or the model's own for "auto"."""
     if lora_dtype != "auto":
         return np.dtype(lora_dtype)
-    first = next(iter(sites.values()))
-    return np.dtype(jax.tree.leaves(nnx.state(first, nnx.Param))[0].dtype)
+    # Not every layer has weights of its own: a tied head borrows the embedding's.
+    weights = (
+        leaf
+        for layer in sites.values()
+        for leaf in jax.tree.leaves(nnx.state(layer, nnx.Param))
+    )
+    return np.dtype(next(weights).dtype)
 
 
 def slot_layout(sites: Sites, dtype: np.dtype) -> SlotLayout:
@@ -166,6 +218,7 @@ def _in_order(
 
 
 def _write_slot(bank: Bank, slot: jax.Array, staged: dict[str, jax.Array]) -> Bank:
+    _check_layout(bank, staged)
     starts = dict.fromkeys(staged, 0)
     written: dict[str, dict[str, jax.Array]] = {name: {} for name in bank.arrays}
     for name, key, array in _in_order(bank.arrays):
@@ -177,6 +230,20 @@ def _write_slot(bank: Bank, slot: jax.Array, staged: dict[str, jax.Array]) -> Ba
             array, values, slot, axis=0
         )
     return Bank(written)
+
+
+def _check_layout(bank: Bank, staged: dict[str, jax.Array]) -> None:
+    """A buffer of another layout would be cut at the wrong places, without an error."""
+    sizes = dict.fromkeys(staged, 0)
+    for _, _, array in _in_order(bank.arrays):
+        size = math.prod(array.shape[1:])
+        sizes[array.dtype.name] = sizes.get(array.dtype.name, 0) + size
+    found = {dtype: buffer.size for dtype, buffer in staged.items()}
+    if sizes != found:
+        raise ValueError(
+            f"the staged adapter has {found} values by dtype, a slot of the bank has "
+            f"{sizes}; stage it for this bank."
+        )
 
 
 _write = jax.jit(_write_slot)

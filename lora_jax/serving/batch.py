@@ -31,6 +31,11 @@ class Prompt:
     facts: RowFacts
     scored: bool
 
+    def outside(self, num_rows: int) -> "Prompt":
+        """Returns it at a row that does not exist: what it writes is dropped."""
+        facts = dataclasses.replace(self.facts, row=num_rows)
+        return dataclasses.replace(self, facts=facts)
+
 
 @dataclasses.dataclass(frozen=True)
 class StepOutput:
@@ -113,20 +118,29 @@ class Batch:
         self._decode(bank, rows, lora=_any_lora(facts))
         return StepOutput(jax.device_get(self._tokens), {})
 
-    def prompt_logits(self, bank: Bank | None, prompt: Prompt) -> np.ndarray:
-        """Returns the prompt's logits `(length, vocab)`; its row is to be outside.
+    def prompt_logits(
+        self, bank: Bank | None, prompts: Sequence[Prompt]
+    ) -> list[np.ndarray]:
+        """Returns each prompt's logits `(length, vocab)`; no row of the batch changes.
 
-        It takes the largest group of rows that any prefill takes, and with a bank the
-        program with LoRA: those are compiled already when a full batch has run.
+        With a bank, base rows too run in the program with LoRA, as in a mixed batch.
         """
-        length = smallest_that_holds(len(prompt.token_ids), self._lengths)
-        size = row_ladder(length, self._num_rows)[-1]
         lora = bank is not None
-        hidden, _, rows = self._prefill(bank, [prompt], length, size, lora=lora)
-        logits = self._steps.head(
-            self._weights, bank, hidden[:1], rows.slot[:1], lora=lora
-        )
-        return jax.device_get(logits)[0, : len(prompt.token_ids)]
+        found: list[np.ndarray] = []
+        for length, group in self._by_length(prompts).items():
+            for size in split_rows(len(group), row_ladder(length, self._num_rows)):
+                chunk, group = group[:size], group[size:]
+                outside = [p.outside(self._num_rows) for p in chunk]
+                hidden, _, rows = self._prefill(bank, outside, length, size, lora=lora)
+                logits = self._steps.head(
+                    self._weights, bank, hidden, rows.slot, lora=lora
+                )
+                found += _rows_of(jax.device_get(logits), chunk)
+        order = [p for group in self._by_length(prompts).values() for p in group]
+        places = {
+            id(prompt): logits for prompt, logits in zip(order, found, strict=True)
+        }
+        return [places[id(prompt)] for prompt in prompts]
 
     def warmup(
         self, bank: Bank | None, lengths: Sequence[int], *, scored: bool
@@ -193,6 +207,13 @@ class Batch:
             lora=lora,
         )
         return hidden, padded, rows
+
+
+def _rows_of(logits: np.ndarray, prompts: Sequence[Prompt]) -> list[np.ndarray]:
+    return [
+        row[: len(prompt.token_ids)]
+        for row, prompt in zip(logits, prompts, strict=False)
+    ]
 
 
 def _any_lora(facts: Sequence[RowFacts]) -> bool:

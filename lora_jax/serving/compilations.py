@@ -32,8 +32,8 @@ class CompilationCounter:
     def __exit__(self, *_exception: object) -> None:
         jax.monitoring.unregister_event_duration_listener(self._on_event)
 
-    def _on_event(self, event: str, duration: float, **details: str | int) -> None:
+    def _on_event(self, event: str, duration_secs: float, **details: str | int) -> None:
         if event == COMPILE_EVENT:
             self.count += 1
-            self.seconds += duration
+            self.seconds += duration_secs
             self.programs.append(str(details.get("fun_name", "")))

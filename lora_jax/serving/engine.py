@@ -7,16 +7,14 @@ The batch owns the device state, the manager owns adapters and bank; the engine 
 them. It works on token ids: no text, no files. Use it from one thread.
 """
 
-import dataclasses
 from collections.abc import Iterable, Sequence
 
 import numpy as np
-from jaxtyping import Float
 
 from lora_jax.manager import LoRAModelManager
 from lora_jax.models import CausalLM
 from lora_jax.serving.adapters import ServedAdapters
-from lora_jax.serving.batch import Batch, Prompt, StepOutput
+from lora_jax.serving.batch import Batch, StepOutput
 from lora_jax.serving.buckets import smallest_that_holds
 from lora_jax.serving.intake import Intake
 from lora_jax.serving.limits import engine_limits
@@ -26,10 +24,10 @@ from lora_jax.serving.requests import (
     GenerationResult,
     TokenEvent,
 )
-from lora_jax.serving.rows import RowFacts
 from lora_jax.serving.running import Running, empty_result
 from lora_jax.serving.scheduler import Admission, Scheduler
 from lora_jax.shapes import BASE_SLOT
+from lora_jax.slots import Hold
 
 PATIENCE = 4
 """Passings-over per row of the batch before a request makes an adapter close."""
@@ -184,28 +182,30 @@ class Engine:
             self._abandon_all()
         return [results[request.request_id] for request in wanted]
 
-    def prompt_logits(
-        self, prompt_token_ids: Sequence[int], lora: str | None = None
-    ) -> Float[np.ndarray, "length vocab"]:
-        """Returns the float32 logits at every position of a prompt.
+    def prompt_logits(self, requests: Sequence[GenerationRequest]) -> list[np.ndarray]:
+        """Returns the float32 logits `(length, vocab)` of each request's prompt.
+
+        Nothing is generated; requests in flight are not touched. All adapters must fit
+        into the slots at once.
 
         Raises:
-          RequestError: if the prompt or the adapter's name cannot be served.
-          RuntimeError: if the adapter can get no slot now.
+          RequestError: naming every request that cannot be served.
+          RuntimeError: if an adapter can get no slot now.
         """
-        request = GenerationRequest("", tuple(prompt_token_ids), lora, max_tokens=0)
-        self._intake.check(request)
-        outside = RowFacts(self.limits.max_num_seqs, len(prompt_token_ids) - 1)
-        if lora is None:
-            prompt = Prompt(request.prompt_token_ids, outside, scored=False)
-            return self._batch.prompt_logits(self.adapters.bank, prompt)
-        claim = self.adapters.acquire(self.adapters.id_of(lora))
+        self._intake.check_all(requests)
+        claims: dict[str, Hold] = {}
         try:
-            facts = dataclasses.replace(outside, slot=claim.slot)
-            prompt = Prompt(request.prompt_token_ids, facts, scored=False)
-            return self._batch.prompt_logits(self.adapters.bank, prompt)
+            for name in dict.fromkeys(r.lora for r in requests if r.lora is not None):
+                claims[name] = self.adapters.acquire(self.adapters.id_of(name))
+            prompts = [
+                Running(request, 0, slot, None).prompt()
+                for request in requests
+                for slot in [claims[request.lora].slot if request.lora else BASE_SLOT]
+            ]
+            return self._batch.prompt_logits(self.adapters.bank, prompts)
         finally:
-            self.adapters.release(claim)
+            for claim in claims.values():
+                self.adapters.release(claim)
 
     def warmup(
         self, prompt_lengths: Iterable[int] | None = None, *, scored: bool = False
@@ -240,14 +240,7 @@ class Engine:
         return running
 
     def _prefill(self, started: Sequence[Running]) -> None:
-        prompts = [
-            Prompt(
-                running.request.prompt_token_ids,
-                running.first_facts(),
-                scored=running.request.prompt_logprobs,
-            )
-            for running in started
-        ]
+        prompts = [running.prompt() for running in started]
         output = self._batch.prefill(self.adapters.bank, prompts)
         for running in started:
             if running.row in output.scores:

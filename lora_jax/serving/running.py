@@ -4,6 +4,7 @@ import dataclasses
 
 import numpy as np
 
+from lora_jax.serving.batch import Prompt
 from lora_jax.serving.requests import FinishReason, GenerationRequest, GenerationResult
 from lora_jax.serving.rows import RowFacts
 
@@ -27,10 +28,11 @@ class Running:
     tokens: list[int] = dataclasses.field(default_factory=list)
     prompt_logprobs: tuple[float | None, ...] | None = None
 
-    def first_facts(self) -> RowFacts:
-        """Facts of the prefill: the last prompt token, and draw number 0."""
-        last = len(self.request.prompt_token_ids) - 1
-        return RowFacts(self.row, last, self.slot, 0, self.request.sampling)
+    def prompt(self) -> Prompt:
+        """What the prefill needs: the prompt up to its last token, and draw 0."""
+        tokens = self.request.prompt_token_ids
+        facts = RowFacts(self.row, len(tokens) - 1, self.slot, 0, self.request.sampling)
+        return Prompt(tokens, facts, scored=self.request.prompt_logprobs)
 
     def next_facts(self) -> RowFacts:
         """Facts of the decode step that feeds the newest token."""

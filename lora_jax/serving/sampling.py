@@ -73,7 +73,7 @@ def _draw(
         lambda: jnp.ones(scaled.shape, bool),
     )
     noise = jax.vmap(_gumbel, in_axes=(0, 0, None))(
-        options.seed, options.step, logits.shape[-1]
+        jnp.asarray(options.seed), jnp.asarray(options.step), logits.shape[-1]
     )
     return jnp.argmax(jnp.where(keep, scaled + noise, -jnp.inf), -1).astype(jnp.int32)
 

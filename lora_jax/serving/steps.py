@@ -98,7 +98,7 @@ def _prefill(
     hidden, prefilled = model.prefill(prompts)
     last = jnp.take_along_axis(hidden, rows.position[:, None, None], axis=1)[:, 0]
     first = sample(model.logits(last), rows.sampling)
-    cache = insert(cache, rows.row, prefilled)
+    cache = insert(cache, jnp.asarray(rows.row), prefilled)
     return tokens.at[rows.row].set(first, mode="drop"), cache, hidden
 
 
@@ -114,9 +114,9 @@ def _decode(
     lora: bool,
 ) -> tuple[Int[Array, " batch"], KVCache]:
     """Returns the batch's next tokens and cache; idle rows keep both."""
-    routing = _row_routing(num_slots, rows.slot) if lora else {}
+    routing = _row_routing(num_slots, jnp.asarray(rows.slot)) if lora else {}
     model = _decoder(graphdef, weights, bank, routing)
-    hidden, cache = model.decode(tokens, rows.position, cache)
+    hidden, cache = model.decode(tokens, jnp.asarray(rows.position), cache)
     drawn = sample(model.logits(hidden), rows.sampling)
     return jnp.where(rows.position >= 0, drawn, tokens), cache
 
@@ -195,8 +195,9 @@ def _prompt_routing(length: int, num_slots: int, rows: StepRows) -> RoutingSet:
     """Routing of all tokens of a prefill, and of the last token of each prompt."""
     places = jnp.arange(length, dtype=jnp.int32)[None, :]
     inside = places <= rows.position[:, None]
-    token_slots = jnp.where(inside, rows.slot[:, None], BASE_SLOT).reshape(-1)
-    return routing_from_slots(token_slots, num_slots, prompt_slots=rows.slot)
+    slots = jnp.asarray(rows.slot)
+    token_slots = jnp.where(inside, slots[:, None], BASE_SLOT).reshape(-1)
+    return routing_from_slots(token_slots, num_slots, prompt_slots=slots)
 
 
 def _row_routing(num_slots: int, slots: Int[Array, " rows"]) -> RoutingSet:

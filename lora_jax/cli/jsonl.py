@@ -1,0 +1,186 @@
+"""Lines of the input file -> checked lines. Knows JSON, not models.
+
+Every bad line of a file is found before anything runs; the error names each with its
+file and line number.
+"""
+
+import dataclasses
+import json
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+from lora_jax.errors import RequestError, faults
+
+PROMPT_FIELDS = ("prompt", "prompt_token_ids", "messages")
+FIELDS = ("id", *PROMPT_FIELDS, "lora", "max_tokens")
+
+SHOWN_FAULTS = 50
+"""Faults of one file in one message, at most."""
+
+
+@dataclasses.dataclass(frozen=True)
+class InputLine:
+    """One request as written in the file; exactly one kind of prompt is not None.
+
+    Attributes:
+      number: line number, from 1.
+      id: any JSON value; given back as it is.
+    """
+
+    number: int
+    id: object
+    prompt: str | None = None
+    prompt_token_ids: tuple[int, ...] | None = None
+    messages: tuple[Mapping[str, object], ...] | None = None
+    lora: str | None = None
+    max_tokens: int | None = None
+
+
+def read_input(path: Path, lora_names: Collection[str]) -> list[InputLine]:
+    """Returns the lines of a JSONL file of requests; blank lines are left out.
+
+    Args:
+      path: the file, UTF-8.
+      lora_names: the adapters that a line may name.
+    Raises:
+      RequestError: naming file and line of every bad line, or that there is no file.
+    """
+    if not path.is_file():
+        raise RequestError(f"input {path}: there is no such file.")
+    lines: list[InputLine] = []
+    found: list[str] = []
+    for number, text in enumerate(_split_lines(path), start=1):
+        if not text.strip():
+            continue
+        problems, line = _parse(number, text, lora_names)
+        found += [f"{path}:{number}: {problem}" for problem in problems]
+        if line is not None:
+            lines.append(line)
+    raise_line_faults(path, found)
+    return lines
+
+
+def raise_line_faults(path: Path, found: list[str]) -> None:
+    """Raises one RequestError for all bad lines of `path`, if there are any."""
+    if not found:
+        return
+    shown = found[:SHOWN_FAULTS]
+    if len(found) > len(shown):
+        shown.append(f"and {len(found) - len(shown)} more.")
+    raise RequestError(faults(f"input {path} cannot be used:", shown))
+
+
+def _split_lines(path: Path) -> list[bytes]:
+    # Split before decoding: a bad byte then belongs to one line, and only "\n" ends a
+    # line (str.splitlines would also split at U+2028 inside a prompt).
+    return path.read_bytes().split(b"\n")
+
+
+def _parse(
+    number: int, text: bytes, lora_names: Collection[str]
+) -> tuple[list[str], InputLine | None]:
+    try:
+        value = json.loads(text.decode("utf-8-sig" if number == 1 else "utf-8"))
+    except UnicodeDecodeError as error:
+        return [f"not UTF-8: {error.reason} at byte {error.start}."], None
+    except (ValueError, RecursionError) as error:
+        return [f"not JSON: {error}."], None
+    if not isinstance(value, dict):
+        return [f"expected an object, found {_kind(value)}."], None
+    problems = [
+        *_field_faults(value),
+        *_prompt_faults(value),
+        *_lora_faults(value, lora_names),
+        *_max_tokens_faults(value),
+    ]
+    return problems, None if problems else _line(number, value)
+
+
+def _line(number: int, value: Mapping) -> InputLine:
+    tokens, messages = value.get("prompt_token_ids"), value.get("messages")
+    return InputLine(
+        number=number,
+        id=value["id"],
+        prompt=value.get("prompt"),
+        prompt_token_ids=None if tokens is None else tuple(tokens),
+        messages=None if messages is None else tuple(messages),
+        lora=value.get("lora"),
+        max_tokens=value.get("max_tokens"),
+    )
+
+
+def _field_faults(value: Mapping) -> list[str]:
+    # An unknown field may be a misspelt one ("laro"): ignoring it could answer with
+    # the base model.
+    unknown = sorted(str(field) for field in value.keys() - set(FIELDS))
+    problems = [
+        f"unknown field {field!r}; known: {', '.join(FIELDS)}." for field in unknown
+    ]
+    if "id" not in value:
+        problems.append("there is no 'id'.")
+    return problems
+
+
+def _prompt_faults(value: Mapping) -> list[str]:
+    given = [field for field in PROMPT_FIELDS if value.get(field) is not None]
+    if len(given) != 1:
+        found = " and ".join(repr(field) for field in given) or "none"
+        return [f"expected exactly one of {', '.join(PROMPT_FIELDS)}, found {found}."]
+    checks = {
+        "prompt": _text_faults,
+        "prompt_token_ids": _token_faults,
+        "messages": _message_faults,
+    }
+    return checks[given[0]](value[given[0]])
+
+
+def _text_faults(prompt: object) -> list[str]:
+    if not isinstance(prompt, str):
+        return [f"'prompt': expected text, found {_kind(prompt)}."]
+    return [] if prompt else ["'prompt' is empty."]
+
+
+def _token_faults(tokens: object) -> list[str]:
+    if not isinstance(tokens, list):
+        return [f"'prompt_token_ids': expected a list, found {_kind(tokens)}."]
+    if not tokens:
+        return ["'prompt_token_ids' is empty."]
+    strangers = [token for token in tokens if type(token) is not int]
+    if strangers:
+        return [f"'prompt_token_ids': expected integers, found {strangers[0]!r}."]
+    return []
+
+
+def _message_faults(messages: object) -> list[str]:
+    if not isinstance(messages, list) or not messages:
+        return ["'messages': expected a list of at least one message."]
+    for index, message in enumerate(messages):
+        if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
+            return [f"'messages'[{index}]: expected an object with role and content."]
+    return []
+
+
+def _lora_faults(value: Mapping, lora_names: Collection[str]) -> list[str]:
+    name = value.get("lora")
+    if name is None:
+        return []
+    if not isinstance(name, str):
+        return [f"'lora': expected a name or null, found {_kind(name)}."]
+    if name not in lora_names:
+        known = ", ".join(sorted(lora_names)) or "none; give --lora NAME=DIR"
+        return [f"unknown LoRA {name!r}; known: {known}."]
+    return []
+
+
+def _max_tokens_faults(value: Mapping) -> list[str]:
+    count = value.get("max_tokens")
+    if count is None or (type(count) is int and count >= 0):
+        return []
+    return [f"'max_tokens': expected an integer >= 0, found {count!r}."]
+
+
+def _kind(value: object) -> str:
+    names = {dict: "an object", list: "a list", str: "text", bool: "a boolean"}
+    if value is None:
+        return "null"
+    return names.get(type(value), "a number")
