@@ -10,6 +10,7 @@ SGLang's csgmv chunk list, https://github.com/sgl-project/sglang.
 """
 
 import dataclasses
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import jax
@@ -31,6 +32,7 @@ class Routing:
       slot: bank slot of each token, in `[0, slots)`, or -1 for a base row.
       weight: strength of the adapter on each token; multiplies the low-rank product.
       order: token numbers sorted by slot, ties in token order; base rows first.
+      position: place of each token in `order`, its inverse.
       starts: group `g` is `order[starts[g]:starts[g + 1]]`; group 0 holds the base
         rows, group `s + 1` the rows of slot `s`.
       work_slot: slot of each work item, -1 for the unused items at the end.
@@ -47,6 +49,7 @@ class Routing:
     slot: Int32[Array, " tokens"]
     weight: Float[Array, " tokens"]
     order: Int32[Array, " tokens"]
+    position: Int32[Array, " tokens"]
     starts: Int32[Array, " groups_plus_1"]
     work_slot: Int32[Array, " items"]
     work_start: Int32[Array, " items"]
@@ -70,16 +73,16 @@ LEAVES = tuple(f.name for f in dataclasses.fields(Routing) if f.name != "block")
 
 def _flatten(
     routing: Routing,
-) -> tuple[list[tuple[jax.tree_util.GetAttrKey, Array]], int]:
+) -> tuple[list[tuple[object, Array]], int]:
     keyed = [(jax.tree_util.GetAttrKey(k), getattr(routing, k)) for k in LEAVES]
     return keyed, routing.block
 
 
-def _unflatten(block: int, leaves: object) -> Routing:
+def _unflatten(block: int, leaves: Iterable[object]) -> Routing:
     # Not through __init__: JAX also rebuilds trees of shapes, shardings and None, which
     # a run-time type check of the fields would refuse.
     routing = object.__new__(Routing)
-    for name, leaf in zip(LEAVES, leaves, strict=True):  # type: ignore[call-overload]
+    for name, leaf in zip(LEAVES, leaves, strict=True):
         object.__setattr__(routing, name, leaf)
     object.__setattr__(routing, "block", block)
     return routing
@@ -129,13 +132,18 @@ def make_routing(
     slot = _normalised(slot, num_slots)
     if weight is None:
         weight = jnp.ones((tokens,), jnp.float32)
+    order = jnp.argsort(slot, stable=True).astype(jnp.int32)
+    position = jnp.zeros_like(order).at[order].set(
+        jnp.arange(tokens, dtype=jnp.int32), unique_indices=True
+    )
     starts = _group_starts(slot, num_slots)
     items = max_work_items(tokens, num_slots, block)
     work_slot, work_start, work_stop, work_count = work_list(starts, items, block)
     return Routing(
         slot=slot,
         weight=weight.astype(jnp.float32),
-        order=jnp.argsort(slot, stable=True).astype(jnp.int32),
+        order=order,
+        position=position,
         starts=starts,
         work_slot=work_slot,
         work_start=work_start,

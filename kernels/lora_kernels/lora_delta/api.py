@@ -124,8 +124,16 @@ def which_implementation(
     names = _names_to_try(implementation)
     choices: list[Choice] = []
 
-    def traced(*arguments: Array | Routing) -> Array:
-        choice, result = _forward(names, part_widths, *arguments)
+    def traced(
+        x: Array,
+        y: Array,
+        a: Array,
+        b: Array,
+        scale: Array,
+        rank: Array,
+        routing: Routing,
+    ) -> Array:
+        choice, result = _forward(names, part_widths, x, y, a, b, scale, rank, routing)
         choices.append(choice)
         return result
 
