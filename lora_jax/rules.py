@@ -47,6 +47,10 @@ class Rules(Protocol):
         """Says whether all of `ids` can be active at once."""
         ...
 
+    def check_batch(self, table: SlotTable, ids: Iterable[int]) -> None:
+        """Raises if `ids`, registered or not, cannot all be registered and active."""
+        ...
+
     def added_again(self, table: SlotTable, id: int) -> None:
         """Notes the use that lies in adding a registered id."""
         ...
@@ -86,8 +90,19 @@ class FixedRules:
     def can_activate(self, table: SlotTable, ids: Iterable[int]) -> bool:
         """Says whether all of `ids` can be active at once, besides those that are."""
         wanted = set(ids)
+        return _all_registered(table, wanted) and self._have_slots(table, wanted)
+
+    def check_batch(self, table: SlotTable, ids: Iterable[int]) -> None:
+        """Raises ValueError if slots, RuntimeError if the host has no room for all."""
+        wanted = set(ids)
+        if not self._have_slots(table, wanted):
+            raise ValueError(NO_SLOT)
+        if len(wanted | set(table.registered)) > table.capacity:
+            raise RuntimeError(NO_ROOM)
+
+    def _have_slots(self, table: SlotTable, wanted: set[int]) -> bool:
         new = [id for id in wanted if id not in table.active]
-        return _all_registered(table, wanted) and len(new) <= len(table.free_slots())
+        return len(new) <= len(table.free_slots())
 
     def added_again(self, table: SlotTable, id: int) -> None:
         """Nothing: this manager does not order by use here, as in vLLM."""
@@ -132,13 +147,18 @@ class LRURules:
     def can_activate(self, table: SlotTable, ids: Iterable[int]) -> bool:
         """Says whether all of `ids` can be active at once; others may be evicted."""
         wanted = set(ids)
-        staying = [
-            id
-            for id in table.active
-            if id not in wanted and (table.active.is_pinned(id) or table.is_held(id))
-        ]
-        usable = table.num_slots - len(table.retired) - len(staying)
-        return _all_registered(table, wanted) and len(wanted) <= usable
+        return _all_registered(table, wanted) and self._have_slots(table, wanted)
+
+    def check_batch(self, table: SlotTable, ids: Iterable[int]) -> None:
+        """Raises RuntimeError if pinned and held ones leave too little room for all."""
+        wanted = set(ids)
+        on_host = len(wanted) + len(_kept(table, table.registered, wanted))
+        if not self._have_slots(table, wanted) or on_host > table.capacity:
+            raise RuntimeError(_nobody_left(table))
+
+    def _have_slots(self, table: SlotTable, wanted: set[int]) -> bool:
+        taken = len(table.retired) + len(_kept(table, table.active, wanted))
+        return len(wanted) + taken <= table.num_slots
 
     def added_again(self, table: SlotTable, id: int) -> None:
         """Makes `id` the newest on the host."""
@@ -165,28 +185,56 @@ def plan_replacement(rules: Rules, table: SlotTable, id: int) -> Activation | No
     return Activation(id, min(free)) if free else rules.plan_activation(table, id)
 
 
+def check_room(rules: Rules, table: SlotTable, id: int) -> Registration:
+    """Plans to register an id whose activation will follow.
+
+    Raises:
+      ValueError, RuntimeError: as `plan_registration` and `plan_activation`, if the
+        host or the device has no room.
+    """
+    plan = rules.plan_registration(table, id)
+    if plan.evicts not in table.active:
+        try:
+            rules.plan_activation(table, id)
+        except KeyError:  # It is raised last, when a slot was found.
+            pass
+    return plan
+
+
 def can_load(rules: Rules, table: SlotTable, id: int) -> bool:
     """Says whether an id, registered or not, could be registered and active."""
     if id in table.registered:
         return rules.can_activate(table, [id])
     try:
-        plan = rules.plan_registration(table, id)
-        if plan.evicts not in table.active:
-            rules.plan_activation(table, id)
-    except KeyError:  # It is raised last, when a slot was found.
-        return True
+        check_room(rules, table, id)
     except (ValueError, RuntimeError):
         return False
     return True
+
+
+def check_batch_alone(table: SlotTable, ids: Iterable[int]) -> None:
+    """Raises ValueError if `ids` lack slots even after all other ids are removed."""
+    wanted = set(ids)
+    held = [id for id in table.active if id not in wanted and table.is_held(id)]
+    if len(wanted) + len(table.retired) + len(held) > table.num_slots:
+        raise ValueError(NO_SLOT)
 
 
 def _all_registered(table: SlotTable, ids: Collection[int]) -> bool:
     return all(id in table.registered for id in ids)
 
 
+def _kept(table: SlotTable, order: LRU, wanted: set[int]) -> list[int]:
+    kept = order.pinned | table.holds.keys()
+    return [id for id in kept if id in order and id not in wanted]
+
+
 def _victim(table: SlotTable, order: LRU) -> int:
     victim = order.oldest(kept=table.holds)
     if victim is None:
-        nobody_holds = not table.holds and not table.retired
-        raise RuntimeError(ALL_PINNED if nobody_holds else ALL_KEPT)
+        raise RuntimeError(_nobody_left(table))
     return victim
+
+
+def _nobody_left(table: SlotTable) -> str:
+    return ALL_KEPT if table.holds or table.retired else ALL_PINNED

@@ -9,7 +9,16 @@ import time
 
 import numpy as np
 
-from lora_jax.bank import Bank, Staged, empty_bank, stage, write, write_donated
+from lora_jax.bank import (
+    Bank,
+    Staged,
+    empty_bank,
+    fits,
+    room_for,
+    stage,
+    write,
+    write_donated,
+)
 from lora_jax.layers import LoRASlots, Sites
 from lora_jax.manager.ownership import References, count_references, is_sole_owner
 from lora_jax.manager.stats import Stats
@@ -36,11 +45,13 @@ class DeviceTier:
             name: layer.lora_slots for name, layer in sites.items()
         }
         self._stats = stats
+        self._sites = sites
         self._bank = empty_bank(sites, slots, dtype)
         before = count_references(self._bank)
         self._show()
         after = count_references(self._bank)
-        self._shown = [b - a for a, b in zip(before, after, strict=True)]
+        # Showing the bank makes the model's variables hold each site's dictionary.
+        self._per_site = max(b - a for a, b in zip(before, after, strict=True))
         self._own: References = after
 
     @property
@@ -57,12 +68,13 @@ class DeviceTier:
           staged: the same, staged before, perhaps on the device already.
         """
         start = time.perf_counter()
-        if staged is None:
+        grown = self._make_room(packed)
+        if staged is None or not fits(self._bank, staged):
             staged = stage(self._bank, packed)
-        if is_sole_owner(count_references(self._bank), self._own):
+        if not grown and is_sole_owner(count_references(self._bank), self._own):
             self._bank = write_donated(self._bank, slot, staged)
         else:
-            self._stats.copied_writes += 1
+            self._stats.copied_writes += not grown
             self._bank = write(self._bank, slot, staged)
         self._publish()
         self._stats.writes += 1
@@ -72,11 +84,24 @@ class DeviceTier:
         """Fills a slot with zeros: it gets an adapter that adapts nothing."""
         self.write(slot, NOTHING)
 
+    def _make_room(self, packed: Packed) -> bool:
+        """Adds the arrays that the adapter's kind brings; says whether it did.
+
+        Most arrays are then still those of the old bank, which others may hold, so the
+        write that follows must not be in place.
+        """
+        before = self._bank
+        self._bank = room_for(before, self._sites, packed)
+        return self._bank is not before
+
     def _publish(self) -> None:
         # Counted before the variables show it: until then nobody else can reach it.
         # The bank is no argument here, because every frame that names it counts too.
         counted = count_references(self._bank)
-        self._own = [n + d for n, d in zip(counted, self._shown, strict=True)]
+        shown = [0, 0]
+        for arrays in self._bank.arrays.values():
+            shown += [self._per_site, *[0] * len(arrays)]
+        self._own = [n + d for n, d in zip(counted, shown, strict=True)]
         self._show()
 
     def _show(self) -> None:

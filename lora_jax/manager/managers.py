@@ -12,6 +12,7 @@ from lora_jax.config import LoRAConfig
 from lora_jax.layers import Sites, wrap
 from lora_jax.manager.registry import AdapterRegistry
 from lora_jax.manager.snapshot import Snapshot
+from lora_jax.manager.stats import Stats
 from lora_jax.routing import LoRAMapping, RoutingSet
 from lora_jax.rules import FixedRules, LRURules, Rules
 
@@ -52,18 +53,23 @@ class LoRAModelManager(AdapterRegistry):
     @property
     def bank(self) -> Bank:
         """All slots, now. Valid for as long as you keep it; see `snapshot`."""
-        with self._lock:
+        with self.lock:
             return self._tiers.device.bank
 
     @property
     def routing(self) -> RoutingSet:
         """Domain -> routing of the current mapping; empty for the base model alone."""
-        with self._lock:
+        with self.lock:
             return self._tiers.batch.routing
+
+    @property
+    def stats(self) -> Stats:
+        """What has been done so far, in numbers; they go on counting."""
+        return self._tiers.stats
 
     def snapshot(self) -> Snapshot:
         """Returns slots and routing as one value that no later call changes."""
-        with self._lock:
+        with self.lock:
             return Snapshot(self._tiers.device.bank, self._tiers.batch.routing)
 
     def set_adapter_mapping(self, mapping: LoRAMapping) -> None:
@@ -74,7 +80,7 @@ class LoRAModelManager(AdapterRegistry):
         Raises:
           KeyError: naming the ids of the mapping that are in no slot.
         """
-        with self._lock:
+        with self.lock:
             self._tiers.batch.set(mapping, self._table.layout())
 
 
@@ -92,7 +98,7 @@ class LRUCacheLoRAModelManager(LoRAModelManager):
         Raises:
           RuntimeError: if all are pinned or held.
         """
-        with self._lock:
+        with self.lock:
             if not len(self):
                 return False
             self._tiers.forget(LRU_RULES.plan_eviction(self._table))

@@ -12,16 +12,25 @@ values, exception types and texts, and the order of use are theirs.
 
 import threading
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import ClassVar
 
+import jax
+
 from lora_jax.adapters import Adapter
-from lora_jax.bank import bank_dtype
+from lora_jax.bank import bank_dtype, slot_layout, stage_slot
 from lora_jax.config import LoRAConfig
 from lora_jax.layers import Sites
 from lora_jax.manager.prepared import Prepared
 from lora_jax.manager.tiers import Tiers
 from lora_jax.packing import pack
-from lora_jax.rules import Rules, can_load, plan_replacement
+from lora_jax.rules import (
+    Rules,
+    can_load,
+    check_batch_alone,
+    check_room,
+    plan_replacement,
+)
 from lora_jax.slots import Hold
 
 
@@ -31,15 +40,20 @@ class AdapterRegistry:
     Args:
       sites: the model's LoRA layers.
       config: how many adapters, of which rank.
+
+    Attributes:
+      config: as given.
+      lock: held by every method; hold it to do several things at one moment.
     """
 
     _rules: ClassVar[Rules]
 
     def __init__(self, sites: Sites, config: LoRAConfig) -> None:
         self.config = config
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
         self._sites = sites
         self._dtype = bank_dtype(sites, config.lora_dtype)
+        self._layout = slot_layout(sites, self._dtype)
         self._tiers = Tiers(sites, config, self._dtype)
         self._table = self._tiers.table
 
@@ -64,7 +78,7 @@ class AdapterRegistry:
     @property
     def lora_index_to_id(self) -> list[int | None]:
         """The adapter id in each slot, None where no id can reach it; a copy."""
-        with self._lock:
+        with self.lock:
             return list(self._table.index_to_id)
 
     def add_adapter(self, adapter: Adapter) -> bool:
@@ -74,7 +88,7 @@ class AdapterRegistry:
           AdapterError: if the model cannot serve it, naming every fault.
           RuntimeError: if the host is full (and, LRU, nobody may be evicted).
         """
-        with self._lock:
+        with self.lock:
             if self._is_known(adapter.id):
                 return False
             return self.add_prepared(self.prepare(adapter))
@@ -89,19 +103,48 @@ class AdapterRegistry:
         """
         return Prepared(adapter, pack(adapter, self._sites, self._dtype))
 
+    def prepared(self, adapter_id: int) -> Prepared | None:
+        """Returns a registered adapter with its host copy, without using it."""
+        with self.lock:
+            return self._tiers.host.get(adapter_id)
+
+    def send(self, prepared: Prepared) -> Prepared:
+        """Returns the same with its copy to the device begun; on any thread.
+
+        The copy takes one transfer per dtype and as much device memory as one slot,
+        until the adapter is activated.
+        """
+        staged = jax.device_put(stage_slot(self._layout, prepared.packed))
+        return replace(prepared, staged=staged)
+
     def add_prepared(self, prepared: Prepared) -> bool:
         """Registers a prepared adapter; False if its id is registered already.
 
         Raises:
           RuntimeError: as `add_adapter`.
         """
-        with self._lock:
+        with self.lock:
             id = prepared.adapter.id
             if self._is_known(id):
                 return False
             plan = self._rules.plan_registration(self._table, id)
             self._tiers.register(plan, prepared)
             return True
+
+    def load_prepared(self, prepared: Prepared) -> None:
+        """Registers and activates a prepared adapter: both or, on an error, neither.
+
+        Of a registered id the version that is there is activated.
+
+        Raises:
+          ValueError, RuntimeError: as `add_adapter` and `activate_adapter`.
+        """
+        with self.lock:
+            id = prepared.adapter.id
+            if not self._is_known(id):
+                plan = check_room(self._rules, self._table, id)
+                self._tiers.register(plan, prepared)
+            self.activate_adapter(id)
 
     def replace_prepared(self, prepared: Prepared) -> None:
         """Puts another version under a registered id, in every tier where the id is.
@@ -114,7 +157,7 @@ class AdapterRegistry:
           ValueError, RuntimeError: as `activate_adapter`, if the old version is held
             and there is no slot for the new one.
         """
-        with self._lock:
+        with self.lock:
             id = prepared.adapter.id
             if id not in self._table.registered:
                 raise KeyError(id)
@@ -129,7 +172,7 @@ class AdapterRegistry:
           ValueError: if no slot is free (this manager).
           RuntimeError: if no slot is free and nobody may be evicted (LRU).
         """
-        with self._lock:
+        with self.lock:
             if lora_id in self._table.active:
                 self._rules.activated_again(self._table, lora_id)
                 self._tiers.stats.device_hits += 1
@@ -140,12 +183,12 @@ class AdapterRegistry:
 
     def deactivate_adapter(self, adapter_id: int) -> bool:
         """Takes an adapter out of its slot, keeps it on the host; False if in none."""
-        with self._lock:
+        with self.lock:
             return self._tiers.deactivate(adapter_id)
 
     def remove_adapter(self, adapter_id: int) -> bool:
         """Forgets an adapter everywhere; False if it was not registered."""
-        with self._lock:
+        with self.lock:
             if adapter_id not in self._table.registered:
                 return False
             self._tiers.forget(adapter_id)
@@ -153,7 +196,7 @@ class AdapterRegistry:
 
     def remove_all_adapters(self) -> None:
         """Forgets every adapter, pinned ones too."""
-        with self._lock:
+        with self.lock:
             for id in list(self._table.registered):
                 self._tiers.forget(id)
 
@@ -165,7 +208,7 @@ class AdapterRegistry:
           ValueError: if the id is not registered (LRU).
           RuntimeError: if no slot is free and nobody may be evicted (LRU).
         """
-        with self._lock:
+        with self.lock:
             self._rules.check_pin(self._table, lora_id)
             if lora_id not in self._table.active:
                 self.activate_adapter(lora_id)
@@ -175,12 +218,12 @@ class AdapterRegistry:
 
     def list_adapters(self) -> dict[int, Adapter]:
         """Returns the registered adapters by id, least recently used first; a copy."""
-        with self._lock:
+        with self.lock:
             return {id: self._tiers.host[id].adapter for id in self._table.registered}
 
     def get_adapter(self, adapter_id: int) -> Adapter | None:
         """Returns a registered adapter, which becomes the newest; None if absent."""
-        with self._lock:
+        with self.lock:
             if adapter_id not in self._table.registered:
                 return None
             self._table.registered.touch(adapter_id)
@@ -194,8 +237,24 @@ class AdapterRegistry:
         any order and with nothing else in between, succeeds and leaves all of them
         active.
         """
-        with self._lock:
+        with self.lock:
             return self._rules.can_activate(self._table, ids)
+
+    def check_batch(self, ids: Iterable[int]) -> None:
+        """Raises if `ids`, registered or not, cannot be registered and active at once.
+
+        Raises:
+          ValueError: if slots are short (LoRAModelManager).
+          RuntimeError: if the host is full; LRU: if pinned and held ones leave too
+            little room in either tier.
+        """
+        with self.lock:
+            self._rules.check_batch(self._table, ids)
+
+    def check_batch_alone(self, ids: Iterable[int]) -> None:
+        """Raises ValueError if `ids` lack slots even when no other id is registered."""
+        with self.lock:
+            check_batch_alone(self._table, ids)
 
     def can_load(self, lora_id: int) -> bool:
         """Says whether an id, registered or not, could be registered and active.
@@ -203,12 +262,12 @@ class AdapterRegistry:
         Changes nothing. After True, adding its adapter and activating it, with nothing
         else in between, does not fail for want of room.
         """
-        with self._lock:
+        with self.lock:
             return can_load(self._rules, self._table, lora_id)
 
     def is_pinned(self, lora_id: int) -> bool:
         """Says whether an adapter keeps its slot although nobody uses it."""
-        with self._lock:
+        with self.lock:
             return lora_id in self._table.active and self._table.active.is_pinned(
                 lora_id
             )
@@ -223,13 +282,13 @@ class AdapterRegistry:
         Raises:
           KeyError, ValueError, RuntimeError: as `activate_adapter`; ask `can_activate`.
         """
-        with self._lock:
+        with self.lock:
             self.activate_adapter(lora_id)
             return self._table.hold(lora_id)
 
     def release(self, hold: Hold) -> bool:
         """Ends a claim; False if it had ended already."""
-        with self._lock:
+        with self.lock:
             return self._tiers.release(hold)
 
     def _is_known(self, id: int) -> bool:
