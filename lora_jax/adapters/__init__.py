@@ -15,3 +15,4 @@ from lora_jax.adapters.parts import LowRank as LowRank
 from lora_jax.adapters.parts import ReplacedBias as ReplacedBias
 from lora_jax.adapters.parts import TokenRows as TokenRows
 from lora_jax.adapters.report import Report as Report
+from lora_jax.adapters.save import save_adapter as save_adapter
