@@ -46,12 +46,15 @@ class Shape:
       in_axes, out_axes: negative axes of inputs and outputs that make up one row's
         width, in the order in which a PEFT pair flattens them; the other axes count
         the rows, in the same order in inputs and outputs.
+      kernel_in_order: whether the base kernel's axes are the input's, then the
+        output's, so that it is `(d_in, d_out)` when flattened.
     """
 
     d_in: int
     parts: tuple[tuple[str, int], ...]
     in_axes: tuple[int, ...] = (-1,)
     out_axes: tuple[int, ...] = (-1,)
+    kernel_in_order: bool = True
 
 
 @dataclass(frozen=True)
@@ -112,6 +115,17 @@ class LoRALayer(nnx.Module):
 
     def slot_spec(self, dtype: jax.typing.DTypeLike) -> SlotSpec:
         """Returns shapes and dtypes of one slot whose factors are held in `dtype`."""
+        raise NotImplementedError
+
+    def extra_spec(self, key: str, corner: tuple[int, ...]) -> SlotSpec:
+        """Returns `{key: spec}` of an array that only some adapters bring.
+
+        Args:
+          key: its name.
+          corner: shape that an adapter needs of it; the spec may be larger.
+        Returns:
+          `{}` if this layer has no such array.
+        """
         raise NotImplementedError
 
     def faults(self, part: int | None, weights: AdapterPart) -> list[str]:

@@ -18,8 +18,9 @@ def describe_einsum(layer: nnx.Module, name: str) -> Shape:
     Example:
       >>> from flax import nnx
       >>> layer = nnx.Einsum("BTD,DNH->BTNH", (6, 2, 4), rngs=nnx.Rngs(0))
-      >>> describe_einsum(layer, "q_proj")
-      Shape(d_in=6, parts=(('q_proj', 8),), in_axes=(-1,), out_axes=(-2, -1))
+      >>> shape = describe_einsum(layer, "q_proj")
+      >>> shape.d_in, shape.parts, shape.in_axes, shape.out_axes
+      (6, (('q_proj', 8),), (-1,), (-2, -1))
     """
     inputs, kernel, outputs = _labels(layer.einsum_str)
     sizes = dict(zip(kernel, layer.kernel_shape, strict=True))
@@ -37,6 +38,7 @@ def describe_einsum(layer: nnx.Module, name: str) -> Shape:
         parts=((name, math.prod(sizes[label] for label in made)),),
         in_axes=tuple(inputs.index(label) - len(inputs) for label in contracted),
         out_axes=tuple(outputs.index(label) - len(outputs) for label in made),
+        kernel_in_order=list(kernel) == [*contracted, *made],
     )
 
 
@@ -46,8 +48,9 @@ def describe_general(layer: nnx.Module, name: str) -> Shape:
     Example:
       >>> from flax import nnx
       >>> layer = nnx.LinearGeneral((2, 4), 6, axis=(-2, -1), rngs=nnx.Rngs(0))
-      >>> describe_general(layer, "out")
-      Shape(d_in=8, parts=(('out', 6),), in_axes=(-2, -1), out_axes=(-1,))
+      >>> shape = describe_general(layer, "out")
+      >>> shape.d_in, shape.parts, shape.in_axes, shape.out_axes
+      (8, (('out', 6),), (-2, -1), (-1,))
     """
     axes = tuple(layer.axis)
     if layer.batch_axis or sorted(axes) != list(range(-len(axes), 0)):

@@ -18,8 +18,17 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from lora_jax.adapters import AdapterPart, LowRank
+from lora_jax.adapters import AdapterPart, DoRA, LowRank, ReplacedBias
+from lora_jax.adapters.parts import nested
 from lora_jax.layers.base import HostSlot, LoRALayer, Shape, Site, SlotSpec
+from lora_jax.layers.extras import (
+    BIAS,
+    GAIN,
+    apply_extras,
+    bias_of,
+    gain_of,
+    pair_of,
+)
 from lora_kernels import Routing, lora_delta
 
 
@@ -51,26 +60,34 @@ class LoRALinear(LoRALayer):
             "rank": jax.ShapeDtypeStruct((parts,), jnp.int32),
         }
 
+    def extra_spec(self, key: str, corner: tuple[int, ...]) -> SlotSpec:
+        """Returns the float32 bias or gain of one output row."""
+        row = jax.ShapeDtypeStruct((self.lora_site.d_out,), jnp.float32)
+        return {key: row} if key in (BIAS, GAIN) else {}
+
     def faults(self, part: int | None, weights: AdapterPart) -> list[str]:
-        """Returns why a pair cannot sit here: its kind, its widths, its rank."""
-        if not isinstance(weights, LowRank):
-            kind = type(weights).__name__
-            return [f"a {kind} cannot be served by a linear layer; only LowRank pairs."]
+        """Returns why a part cannot sit here: its kind, its widths, its rank."""
         site = self.lora_site
         d_out = site.d_out if part is None else site.part_widths[part]
-        rank, d_in = weights.a.shape
+        pair = pair_of(weights)
+        if pair is None:
+            return _bias_faults(weights, d_out)
+        rank, d_in = pair.a.shape
         found = []
         if d_in != site.d_in:
             found.append(f"lora_A has input width {d_in}, the layer has {site.d_in}.")
-        if weights.b.shape[0] != d_out:
+        if pair.b.shape[0] != d_out:
             found.append(
-                f"lora_B has output width {weights.b.shape[0]}, the layer has {d_out}."
+                f"lora_B has output width {pair.b.shape[0]}, the layer has {d_out}."
             )
         if rank > site.max_rank:
             found.append(
                 f"rank {rank} exceeds max_lora_rank={site.max_rank}; "
                 "raise max_lora_rank or retrain."
             )
+        is_dora = any(isinstance(inner, DoRA) for inner in nested(weights))
+        if is_dora and base_kernel(self) is None:
+            found.append("DoRA needs the base layer's kernel, and this one shows none.")
         return found
 
     def pack(
@@ -82,19 +99,20 @@ class LoRALinear(LoRALayer):
         rows to the part that owns them.
         """
         site = self.lora_site
-        pairs = _per_part(weights, site.part_widths)
-        rank = max(pair.a.shape[0] for pair in pairs.values())
+        columns = _columns(site.part_widths)
+        pairs = {part: pair_of(weight) for part, weight in weights.items()}
+        by_part = _per_part(pairs, columns)
+        rank = max((pair.rank for pair in by_part.values()), default=0)
         a = np.zeros((len(site.parts), rank, site.d_in), dtype)
         b = np.zeros((rank, site.d_out), dtype)
         scale = np.zeros(len(site.parts), np.float32)
         ranks = np.zeros(len(site.parts), np.int32)
-        starts = np.cumsum([0, *site.part_widths])
-        for part, pair in pairs.items():
-            own = pair.a.shape[0]
-            a[part, :own] = pair.a
-            b[:own, starts[part] : starts[part + 1]] = pair.b.T
-            scale[part], ranks[part] = pair.scale, own
-        return {"a": a, "b": b, "scale": scale, "rank": ranks}
+        for part, pair in by_part.items():
+            a[part, : pair.rank] = pair.a
+            b[: pair.rank, columns[part]] = pair.b.T
+            scale[part], ranks[part] = pair.scale, pair.rank
+        slot = {"a": a, "b": b, "scale": scale, "rank": ranks}
+        return slot | _pack_extras(self, weights, columns)
 
 
 def add_delta(
@@ -118,6 +136,7 @@ def add_delta(
         routing=routing,
         part_widths=site.part_widths,
     )
+    updated = apply_extras(updated, slots, routing, base_bias(layer))
     return from_rows(updated, site.shape.out_axes, outputs.shape)
 
 
@@ -162,14 +181,71 @@ def describe_fused(layer: nnx.Module, name: str) -> Shape:
     return Shape(layer.in_features, layer.parts)
 
 
+def base_bias(layer: nnx.Module) -> jax.Array | None:
+    """Returns the base layer's flattened bias, if it has one."""
+    bias = vars(layer).get("bias")
+    return None if bias is None else bias[...].reshape(-1)
+
+
+def base_kernel(layer: LoRALayer) -> np.ndarray | None:
+    """Returns the base layer's `(d_in, d_out)` kernel on the host, None if unknown.
+
+    None where the kernel's axes are not the contracted ones followed by the others.
+    """
+    kernel = vars(layer).get("kernel")
+    shape = layer.lora_site.shape
+    in_order = shape.kernel_in_order and isinstance(kernel, nnx.Param)
+    return np.asarray(kernel[...]).reshape(shape.d_in, -1) if in_order else None
+
+
+Columns = dict[int | None, slice]
+
+
+def _columns(widths: tuple[int, ...]) -> Columns:
+    """Output columns of each part; None stands for the whole layer."""
+    starts = np.cumsum([0, *widths]).tolist()
+    parts = {part: slice(*starts[part : part + 2]) for part in range(len(widths))}
+    return {**parts, None: slice(0, starts[-1])}
+
+
 def _per_part(
-    weights: Mapping[int | None, AdapterPart], widths: tuple[int, ...]
+    pairs: Mapping[int | None, LowRank | None], columns: Columns
 ) -> dict[int, LowRank]:
-    pairs = {part: pair for part, pair in weights.items() if part is not None}
-    whole = weights.get(None)
-    if isinstance(whole, LowRank):
-        starts = np.cumsum([0, *widths])
-        for part in range(len(widths)):
-            rows = whole.b[starts[part] : starts[part + 1]]
-            pairs[part] = LowRank(whole.a, rows, whole.scale)
-    return pairs  # type: ignore[return-value]
+    by_part = {p: pair for p, pair in pairs.items() if p is not None and pair}
+    whole = pairs.get(None)
+    if whole is not None:
+        by_part |= {
+            part: LowRank(whole.a, whole.b[own], whole.scale)
+            for part, own in columns.items()
+            if part is not None
+        }
+    return by_part
+
+
+def _pack_extras(
+    layer: LoRALayer, weights: Mapping[int | None, AdapterPart], columns: Columns
+) -> HostSlot:
+    own_bias = base_bias(layer)
+    base = None if own_bias is None else np.asarray(own_bias)
+    packed: HostSlot = {}
+    for part, weight in weights.items():
+        own = columns[part]
+        rows = {BIAS: bias_of(weight, None if base is None else base[own])}
+        if any(isinstance(inner, DoRA) for inner in nested(weight)):
+            kernel = base_kernel(layer)
+            assert kernel is not None, "faults() refuses DoRA without a kernel"
+            rows[GAIN] = gain_of(weight, kernel[:, own])
+        for key, row in rows.items():
+            if row is not None:
+                empty = np.zeros(layer.lora_site.d_out, np.float32)
+                packed.setdefault(key, empty)[own] = row
+    return packed
+
+
+def _bias_faults(weights: AdapterPart, d_out: int) -> list[str]:
+    if not isinstance(weights, ReplacedBias):
+        kind = type(weights).__name__
+        return [f"a {kind} cannot be served by a linear layer; LowRank pairs can."]
+    if weights.bias.shape != (d_out,):
+        return [f"the bias has shape {weights.bias.shape}, the layer's is ({d_out},)."]
+    return []

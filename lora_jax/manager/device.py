@@ -50,8 +50,10 @@ class DeviceTier:
         before = count_references(self._bank)
         self._show()
         after = count_references(self._bank)
-        # Showing the bank makes the model's variables hold each site's dictionary.
-        self._per_site = max(b - a for a, b in zip(before, after, strict=True))
+        # What showing a bank adds to the counts of a site's dictionary and arrays.
+        _, _, self._per_site, self._per_array, *_ = (
+            b - a for a, b in zip(before, after, strict=True)
+        )
         self._own: References = after
 
     @property
@@ -100,7 +102,7 @@ class DeviceTier:
         counted = count_references(self._bank)
         shown = [0, 0]
         for arrays in self._bank.arrays.values():
-            shown += [self._per_site, *[0] * len(arrays)]
+            shown += [self._per_site, *[self._per_array] * len(arrays)]
         self._own = [n + d for n, d in zip(counted, shown, strict=True)]
         self._show()
 
