@@ -4,6 +4,8 @@ from lora_jax.adapters.adapter import Adapter as Adapter
 from lora_jax.adapters.copies import BaseCopy as BaseCopy
 from lora_jax.adapters.load import adapter_from_tensors as adapter_from_tensors
 from lora_jax.adapters.load import load_adapter as load_adapter
+from lora_jax.adapters.merge import MergeReport as MergeReport
+from lora_jax.adapters.merge import merge as merge
 from lora_jax.adapters.names import match_modules as match_modules
 from lora_jax.adapters.parts import AdapterPart as AdapterPart
 from lora_jax.adapters.parts import DoRA as DoRA

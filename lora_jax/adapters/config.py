@@ -86,12 +86,16 @@ class Meaning:
         return alpha / rank, f"alpha {alpha:g} / rank {rank}"
 
     def saves(self, module: str) -> bool:
-        """Whether this module, or one around it, is declared to be saved whole."""
+        """Whether this module, or one around it, is declared to be saved whole.
+
+        PEFT compares ends of paths as texts: "norm" names `input_layernorm` too.
+        """
         last = module.rpartition(".")[2]
         if last in EMBEDDING_NAMES:
             return True
-        path = f".{module}."
-        return any(f".{name}." in path for name in self.modules_to_save)
+        steps = module.split(".")
+        paths = [".".join(steps[: count + 1]) for count in range(len(steps))]
+        return any(path.endswith(n) for path in paths for n in self.modules_to_save)
 
     def indices_of(self, module: str) -> tuple[int, ...] | None:
         """Returns the token ids whose rows a module's file holds, None if none are."""

@@ -71,7 +71,7 @@ def read_safetensors(path: Path) -> dict[str, np.ndarray]:
     """
     with open_regular(path) as file:
         entries = read_header(file, path)
-        return {name: _read_entry(file, path, entry) for name, entry in entries.items()}
+        return {name: read_entry(file, path, entry) for name, entry in entries.items()}
 
 
 def open_regular(path: Path) -> BufferedReader:
@@ -226,7 +226,12 @@ def _offset_faults(entries: dict[str, Entry], start: int, size: int) -> list[str
     return found
 
 
-def _read_entry(file: BufferedReader, path: Path, entry: Entry) -> np.ndarray:
+def read_entry(file: BufferedReader, path: Path, entry: Entry) -> np.ndarray:
+    """Returns the values of one tensor of an opened file, read-only.
+
+    Raises:
+      AdapterError: if the file ends too soon, or a BOOL is neither 0 nor 1.
+    """
     data = np.empty(entry.end - entry.begin, np.uint8)
     file.seek(entry.begin)
     if file.readinto(data.data) != data.size:

@@ -1,0 +1,302 @@
+"""Adapters and a model's folder -> a folder of the merged model.
+
+Sums are made in float32 and rounded once, to the dtype of the base's tensor or to the
+one asked for; the report says what the rounding cost. A head tied to the embedding is
+untied when the two come to differ.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+from safetensors.numpy import save_file
+
+from lora_jax.adapters.adapter import Adapter
+from lora_jax.adapters.base_folder import CONFIG_NAME, INDEX_NAME, BaseFolder, open_base
+from lora_jax.adapters.delta import Layer, merge_part
+from lora_jax.adapters.names import match_modules
+from lora_jax.adapters.parts import AdapterPart, FullModule, TokenRows
+from lora_jax.errors import AdapterError, faults
+
+HEAD = "lm_head"
+DTYPES: Mapping[str, np.dtype] = {
+    "float32": np.dtype(np.float32),
+    "float16": np.dtype(np.float16),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+}
+CONV1D_MODELS = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer")
+CONV1D_LAYERS = ("c_attn", "c_proj", "c_fc", "q_attn")
+
+
+@dataclass(frozen=True)
+class MergedModule:
+    """What merging did to one module.
+
+    Attributes:
+      module: module path in the base.
+      change: length of the change over the length of the base weight.
+      loss: length of the rounding error over the length of the change; 1 would mean
+        that rounding lost as much as the adapter gave.
+    """
+
+    module: str
+    change: float
+    loss: float
+
+
+@dataclass(frozen=True)
+class MergeReport:
+    """What merging did: each module, and whether the head was untied."""
+
+    modules: tuple[MergedModule, ...]
+    untied: bool
+
+    @property
+    def loss(self) -> float:
+        """The largest relative loss of any module."""
+        return max((module.loss for module in self.modules), default=0.0)
+
+
+Weighted = tuple[float, AdapterPart]
+
+
+@dataclass
+class _Plan:
+    """Which parts go into which module; used by one call of `merge` only."""
+
+    base: BaseFolder
+    embed: str
+    head: str
+    untied: bool = False
+    parts: dict[str, list[Weighted]] = field(default_factory=dict)
+    done: list[MergedModule] = field(default_factory=list)
+    faults: list[str] = field(default_factory=list)
+
+
+def merge(
+    base: str | os.PathLike[str],
+    adapters: Sequence[Adapter],
+    output: str | os.PathLike[str],
+    *,
+    weights: Sequence[float] | None = None,
+    dtype: str | None = None,
+) -> MergeReport:
+    """Writes the model with the adapters in its weights.
+
+    With several adapters the new weight is `W + sum(weight * (merged(W) - W))`.
+
+    Args:
+      base: folder of the base model, safetensors.
+      adapters: at least one.
+      output: a new or empty folder.
+      weights: factor of each adapter, 1.0 if None.
+      dtype: "float32", "float16" or "bfloat16" for all tensors; None keeps each one's.
+
+    Returns:
+      What each module changed by, and what rounding lost.
+
+    Raises:
+      AdapterError: naming every part that the base has no place for, before anything is
+        written.
+      ModelError: if the base cannot be read.
+    """
+    plan = _plan(open_base(Path(base).expanduser()), adapters, weights, dtype)
+    target = Path(output).expanduser()
+    if target.exists() and any(target.iterdir()):
+        raise AdapterError(f"{target}: is not empty; give a new folder.")
+    merged = {module: _merge_module(plan, module, dtype) for module in plan.parts}
+    if plan.faults:
+        names = ", ".join(repr(adapter.name) for adapter in adapters)
+        headline = f"adapter {names} cannot be merged into {plan.base.path}:"
+        raise AdapterError(faults(headline, plan.faults))
+    target.mkdir(parents=True, exist_ok=True)
+    _copy_others(plan.base.path, target)
+    _write_tensors(plan, merged, target, dtype)
+    _write_config(plan, merged, target, dtype)
+    return MergeReport(tuple(plan.done), plan.untied)
+
+
+def _plan(
+    base: BaseFolder,
+    adapters: Sequence[Adapter],
+    weights: Sequence[float] | None,
+    dtype: str | None,
+) -> _Plan:
+    if dtype is not None and dtype not in DTYPES:
+        raise AdapterError(f"dtype {dtype!r} is none of {', '.join(DTYPES)}.")
+    if not adapters or (weights is not None and len(weights) != len(adapters)):
+        raise AdapterError(
+            f"{len(adapters)} adapters with {len(weights or ())} weights; give one or "
+            "more adapters, and as many weights or None."
+        )
+    modules = {name.rpartition(".")[0] for name in base.shapes}
+    embed = next((m for m in sorted(modules) if m.endswith("embed_tokens")), "")
+    head = next((m for m in sorted(modules) if m.endswith(HEAD)), HEAD)
+    plan = _Plan(base, embed, head)
+    known = modules | ({HEAD} if base.is_tied else set())
+    for adapter, weight in zip(adapters, weights or [1.0] * len(adapters), strict=True):
+        _add_parts(plan, adapter, weight, known)
+    if base.is_tied:
+        _untie(plan)
+    if len(adapters) > 1 or (weights is not None and set(weights) != {1.0}):
+        _refuse_resizing(plan)
+    return plan
+
+
+def _add_parts(plan: _Plan, adapter: Adapter, weight: float, known: set[str]) -> None:
+    matched, unmatched = match_modules(adapter.parts, known)
+    plan.faults += [f"{module}: is no module of the base" for module in unmatched]
+    if adapter.invocation_tokens:
+        text = "alora_invocation_tokens: an adapter that waits for tokens has no merge"
+        plan.faults.append(text)
+    for module, name in matched.items():
+        plan.parts.setdefault(name, []).append((weight, adapter.parts[module]))
+
+
+def _untie(plan: _Plan) -> None:
+    """Gives the head parts of its own if it comes to differ from the embedding."""
+    of_embed = plan.parts.get(plan.embed, [])
+    rows = [item for item in of_embed if isinstance(item[1], TokenRows)]
+    plan.untied = plan.head in plan.parts or len(rows) < len(of_embed)
+    if plan.untied:
+        plan.parts[plan.head] = rows + plan.parts.get(plan.head, [])
+
+
+def _refuse_resizing(plan: _Plan) -> None:
+    for module, parts in plan.parts.items():
+        shape = plan.base.shapes.get(f"{module}.weight")
+        for _, part in parts:
+            if isinstance(part, FullModule) and part.weight.shape != shape:
+                plan.faults.append(f"{module}: several adapters cannot resize a module")
+
+
+def _merge_module(plan: _Plan, module: str, dtype: str | None) -> Layer | None:
+    """Returns the rounded layer; None after a fault."""
+    tied = plan.untied and module == plan.head
+    source = plan.embed if tied else module
+    stored = plan.base.read(f"{source}.weight")
+    bias = None
+    if f"{module}.bias" in plan.base.shapes:
+        bias = plan.base.read(f"{module}.bias").astype(np.float32)
+    flip = _is_input_major(plan.base, module)
+    layer = Layer(_turn(stored.astype(np.float32), flip), bias)
+    try:
+        whole = _sum(layer, plan.parts[module])
+    except AdapterError as error:
+        plan.faults.append(f"{module}: {error}")
+        return None
+    target = DTYPES[dtype] if dtype else stored.dtype
+    rounded = whole.weight.astype(target)
+    plan.done.append(_measure(module, layer.weight, whole.weight, rounded))
+    if not np.isfinite(rounded).all():
+        plan.faults.append(f"{module}: overflows {target}; ask for a wider dtype")
+    return Layer(
+        _turn(rounded, flip), None if whole.bias is None else whole.bias.astype(target)
+    )
+
+
+def _is_input_major(base: BaseFolder, module: str) -> bool:
+    """Whether the checkpoint stores this layer as (d_in, d_out), as GPT-2's Conv1D."""
+    return base.config.get("model_type") in CONV1D_MODELS and (
+        module.rpartition(".")[2] in CONV1D_LAYERS
+    )
+
+
+def _turn(weight: np.ndarray, flip: bool) -> np.ndarray:
+    return weight.T if flip else weight
+
+
+def _sum(layer: Layer, parts: Sequence[Weighted]) -> Layer:
+    if len(parts) == 1 and parts[0][0] == 1.0:
+        return merge_part(parts[0][1], layer)
+    if all(isinstance(part, TokenRows) for _, part in parts[:-1]) and len(parts) == 2:
+        # Rows of a head that was tied come first, its own update after them.
+        if all(weight == 1.0 for weight, _ in parts):
+            return merge_part(parts[1][1], merge_part(parts[0][1], layer))
+    weight, bias = layer.weight, layer.bias
+    for factor, part in parts:
+        own = merge_part(part, layer)
+        weight = weight + np.float32(factor) * (own.weight - layer.weight)
+        if bias is not None and own.bias is not None and layer.bias is not None:
+            bias = bias + np.float32(factor) * (own.bias - layer.bias)
+    return Layer(weight, bias)
+
+
+def _measure(
+    module: str, before: np.ndarray, after: np.ndarray, rounded: np.ndarray
+) -> MergedModule:
+    rows = min(len(before), len(after))
+    change = float(np.linalg.norm(after[:rows] - before[:rows]))
+    error = float(np.linalg.norm(after - rounded.astype(np.float32)))
+    size = float(np.linalg.norm(before))
+    return MergedModule(
+        module, change / size if size else np.inf, error / change if change else 0.0
+    )
+
+
+def _copy_others(source: Path, target: Path) -> None:
+    """Copies tokenizer and other small files; weights and config are written anew."""
+    for file in source.iterdir():
+        weights = file.suffix in (".safetensors", ".bin", ".pt", ".gguf")
+        if (
+            file.is_file()
+            and not weights
+            and file.name not in (CONFIG_NAME, INDEX_NAME)
+        ):
+            shutil.copyfile(file, target / file.name)
+
+
+def _write_tensors(
+    plan: _Plan, merged: Mapping[str, Layer | None], target: Path, dtype: str | None
+) -> None:
+    index: dict[str, str] = {}
+    total = 0
+    for file, entries in plan.base.files.items():
+        tensors = {name: _tensor(plan, merged, name, dtype) for name in entries}
+        if plan.untied and f"{plan.embed}.weight" in entries:
+            tensors[f"{plan.head}.weight"] = _tensor(
+                plan, merged, f"{plan.head}.weight", dtype
+            )
+        save_file(tensors, target / file.name, {"format": "pt"})
+        index |= dict.fromkeys(tensors, file.name)
+        total += sum(array.nbytes for array in tensors.values())
+    if len(plan.base.files) > 1:
+        content = {"metadata": {"total_size": total}, "weight_map": index}
+        (target / INDEX_NAME).write_text(json.dumps(content, indent=2) + "\n")
+
+
+def _tensor(
+    plan: _Plan, merged: Mapping[str, Layer | None], name: str, dtype: str | None
+) -> np.ndarray:
+    module, _, kind = name.rpartition(".")
+    layer = merged.get(module)
+    own = {"weight": layer.weight, "bias": layer.bias} if layer is not None else {}
+    array = own.get(kind)
+    if array is None:
+        array = plan.base.read(name)
+        if dtype and array.dtype in (*DTYPES.values(), np.dtype(np.float64)):
+            array = array.astype(DTYPES[dtype])
+    return np.ascontiguousarray(array)
+
+
+def _write_config(
+    plan: _Plan, merged: Mapping[str, Layer | None], target: Path, dtype: str | None
+) -> None:
+    config = dict(plan.base.config)
+    text = config.get("text_config")
+    if plan.untied:
+        config["tie_word_embeddings"] = False
+        if isinstance(text, dict):
+            config["text_config"] = text | {"tie_word_embeddings": False}
+    embed = merged.get(plan.embed)
+    if embed is not None and "vocab_size" in config:
+        config["vocab_size"] = embed.weight.shape[0]
+    for key in ("dtype", "torch_dtype"):
+        if dtype and key in config:
+            config[key] = dtype
+    (target / CONFIG_NAME).write_text(json.dumps(config, indent=2) + "\n")
