@@ -35,7 +35,7 @@ class Bank:
     @property
     def num_slots(self) -> int:
         """Number of slots."""
-        return next(iter(next(iter(self.arrays.values())).values())).shape[0]
+        return jax.tree.leaves(self.arrays)[0].shape[0]
 
     @property
     def nbytes(self) -> int:
@@ -95,13 +95,14 @@ def room_for(bank: Bank, sites: Sites, packed: Packed) -> Bank:
     to every site that can have them: a step that is given the larger bank compiles
     anew, once for the kind and not for each adapter.
     """
+    layout = bank_layout(bank)
     wanted: dict[str, dict[str, jax.ShapeDtypeStruct]] = {}
     for own, arrays in packed.sites.items():
         for key, values in arrays.items():
-            if _has_room(bank.arrays[own].get(key), values.shape):
+            if _has_room(layout[own].get(key), values.shape):
                 continue
             for name, layer in sites.items():
-                spec = layer.extra_spec(key, values.shape)
+                spec = layer.extra_spec(key, values)
                 wanted.setdefault(name, {}).update(spec)
     if not wanted:
         return bank
@@ -117,9 +118,9 @@ def room_for(bank: Bank, sites: Sites, packed: Packed) -> Bank:
     )
 
 
-def _has_room(array: jax.Array | None, corner: tuple[int, ...]) -> bool:
-    return array is not None and all(
-        have >= need for have, need in zip(array.shape[1:], corner, strict=True)
+def _has_room(spec: jax.ShapeDtypeStruct | None, corner: tuple[int, ...]) -> bool:
+    return spec is not None and all(
+        have >= need for have, need in zip(spec.shape, corner, strict=True)
     )
 
 
@@ -152,17 +153,29 @@ def slot_layout(sites: Sites, dtype: np.dtype) -> SlotLayout:
     return {name: layer.slot_spec(dtype) for name, layer in sites.items()}
 
 
+def bank_layout(bank: Bank) -> SlotLayout:
+    """Returns the layout of one slot of every site, as the bank has it now."""
+    return {
+        name: {
+            key: jax.ShapeDtypeStruct(array.shape[1:], array.dtype)
+            for key, array in arrays.items()
+        }
+        for name, arrays in bank.arrays.items()
+    }
+
+
 def stage(bank: Bank, packed: Packed) -> dict[str, np.ndarray]:
     """Returns the adapter as one flat zero-padded buffer per dtype, in host memory.
 
     Sites that the adapter leaves alone, and ranks above its own, are zeros in it: a
     write of the result leaves nothing of the slot's former occupant.
     """
-    return stage_slot(_one_slot(bank), packed)
+    return stage_slot(bank_layout(bank), packed)
 
 
 def stage_slot(layout: SlotLayout, packed: Packed) -> dict[str, np.ndarray]:
     """Returns what `stage` does, for a bank of which only the layout is at hand."""
+    _check_room(layout, packed)
     sizes: dict[str, int] = {}
     for _, _, spec in _in_order(layout):
         sizes[spec.dtype.name] = sizes.get(spec.dtype.name, 0) + math.prod(spec.shape)
@@ -177,6 +190,18 @@ def stage_slot(layout: SlotLayout, packed: Packed) -> dict[str, np.ndarray]:
             corner = tuple(slice(size) for size in values.shape)
             buffers[dtype][start:stop].reshape(spec.shape)[corner] = values
     return buffers
+
+
+def _check_room(layout: SlotLayout, packed: Packed) -> None:
+    """Values without a place would be lost, without an error."""
+    lost = [
+        f"{name} has no room for {key} {values.shape}"
+        for name, arrays in packed.sites.items()
+        for key, values in arrays.items()
+        if not _has_room(layout[name].get(key), values.shape)
+    ]
+    if lost:
+        raise ValueError(f"{lost[0]} (of {len(lost)}); make it with room_for first.")
 
 
 def fits(bank: Bank, staged: Staged) -> bool:
@@ -197,16 +222,6 @@ def write_donated(bank: Bank, slot: int, staged: Staged) -> Bank:
 def clear(bank: Bank, slot: int) -> Bank:
     """Returns a bank whose `slot` is zeros; the given bank stays valid."""
     return write(bank, slot, stage(bank, Packed("nothing", {}, {})))
-
-
-def _one_slot(bank: Bank) -> SlotLayout:
-    return {
-        name: {
-            key: jax.ShapeDtypeStruct(array.shape[1:], array.dtype)
-            for key, array in arrays.items()
-        }
-        for name, arrays in bank.arrays.items()
-    }
 
 
 def _in_order(

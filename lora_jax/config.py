@@ -40,6 +40,8 @@ class LoRAConfig:
       specialize_active_lora: compile for the number of active adapters, in buckets.
       enable_mixed_moe_lora_format: accept adapters with fused and per-expert weights.
       enable_moe_shared_loras: accept adapters that share a factor among experts.
+      pin_host_memory: keep each adapter on the host also as one buffer in pinned
+        memory, which crosses to a GPU faster and is as large as a slot. None: on GPUs.
       max_lora_cls_labels: most labels of a classification adapter, >= 1. None: the
         base head's.
 
@@ -66,6 +68,7 @@ class LoRAConfig:
     enable_moe_shared_loras: bool = False
     max_lora_cls_labels: int | None = None
     enable_expert_parallel: bool = False
+    pin_host_memory: bool | None = None
 
     def __post_init__(self) -> None:
         found = [*_number_faults(self), *_choice_faults(self), *_target_faults(self)]

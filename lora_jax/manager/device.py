@@ -7,20 +7,23 @@ bank may keep it.
 
 import time
 
+import jax
 import numpy as np
 
 from lora_jax.bank import (
     Bank,
     Staged,
+    bank_layout,
     empty_bank,
     fits,
     room_for,
-    stage,
+    stage_slot,
     write,
     write_donated,
 )
 from lora_jax.layers import LoRASlots, Sites
 from lora_jax.manager.ownership import References, count_references, is_sole_owner
+from lora_jax.manager.prepared import Prepared
 from lora_jax.manager.stats import Stats
 from lora_jax.packing import Packed
 
@@ -36,6 +39,10 @@ class DeviceTier:
       slots: number of slots.
       dtype: dtype of the factors.
       stats: where writes are counted.
+
+    Attributes:
+      layout: shapes and dtypes of one slot; grows with the first adapter of a kind.
+      place: the device that the bank is on.
     """
 
     def __init__(self, sites: Sites, slots: int, dtype: np.dtype, stats: Stats) -> None:
@@ -47,6 +54,8 @@ class DeviceTier:
         self._stats = stats
         self._sites = sites
         self._bank = empty_bank(sites, slots, dtype)
+        self.layout = bank_layout(self._bank)
+        self.place = jax.devices()[0]
         before = count_references(self._bank)
         self._show()
         after = count_references(self._bank)
@@ -54,47 +63,54 @@ class DeviceTier:
         _, _, self._per_site, self._per_array, *_ = (
             b - a for a, b in zip(before, after, strict=True)
         )
-        self._own: References = after
+        self._own: References | None = after
 
     @property
     def bank(self) -> Bank:
         """The current bank. It stays valid while anybody holds it."""
         return self._bank
 
-    def write(self, slot: int, packed: Packed, staged: Staged | None = None) -> None:
-        """Puts an adapter into a slot; nothing of the former occupant stays.
+    def write(self, slot: int, prepared: Prepared) -> None:
+        """Puts an adapter into a slot; nothing of the former occupant stays."""
+        self._make_room(prepared.packed)
+        for staged in (prepared.ahead, prepared.pinned):
+            if staged is not None and fits(self._bank, staged):
+                self._put(slot, staged)
+                return
+        self._put(slot, stage_slot(self.layout, prepared.packed))
 
-        Args:
-          slot: where.
-          packed: the adapter's host copy.
-          staged: the same, staged before, perhaps on the device already.
-        """
+    def clear(self, slot: int) -> None:
+        """Fills a slot with zeros."""
+        self._put(slot, stage_slot(self.layout, NOTHING))
+
+    def _put(self, slot: int, staged: Staged) -> None:
         start = time.perf_counter()
-        grown = self._make_room(packed)
-        if staged is None or not fits(self._bank, staged):
-            staged = stage(self._bank, packed)
-        if not grown and is_sole_owner(count_references(self._bank), self._own):
-            self._bank = write_donated(self._bank, slot, staged)
+        # A bare device would leave a pinned buffer in host memory.
+        target = jax.sharding.SingleDeviceSharding(self.place)
+        on_device = jax.device_put(staged, target)
+        if self._own is None:
+            self._bank = write(self._bank, slot, on_device)
+        elif is_sole_owner(count_references(self._bank), self._own):
+            self._bank = write_donated(self._bank, slot, on_device)
         else:
-            self._stats.copied_writes += not grown
-            self._bank = write(self._bank, slot, staged)
+            self._stats.copied_writes += 1
+            self._bank = write(self._bank, slot, on_device)
         self._publish()
         self._stats.writes += 1
         self._stats.write_seconds += time.perf_counter() - start
 
-    def clear(self, slot: int) -> None:
-        """Fills a slot with zeros: it gets an adapter that adapts nothing."""
-        self.write(slot, NOTHING)
+    def _make_room(self, packed: Packed) -> None:
+        """Adds the arrays that the first adapter of a kind brings.
 
-    def _make_room(self, packed: Packed) -> bool:
-        """Adds the arrays that the adapter's kind brings; says whether it did.
-
-        Most arrays are then still those of the old bank, which others may hold, so the
-        write that follows must not be in place.
+        Most arrays are then still those of the old bank, which others may hold: nobody
+        knows whose they are, so the next write must not be in place.
         """
-        before = self._bank
-        self._bank = room_for(before, self._sites, packed)
-        return self._bank is not before
+        grown = room_for(self._bank, self._sites, packed)
+        if grown is not self._bank:
+            self._bank = grown
+            self.layout = bank_layout(grown)
+            self._own = None
+            self._show()
 
     def _publish(self) -> None:
         # Counted before the variables show it: until then nobody else can reach it.

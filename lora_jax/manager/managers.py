@@ -10,6 +10,7 @@ from flax import nnx
 from lora_jax.bank import Bank
 from lora_jax.config import LoRAConfig
 from lora_jax.layers import Sites, wrap
+from lora_jax.manager.memory import Memory, site_bytes
 from lora_jax.manager.registry import AdapterRegistry
 from lora_jax.manager.snapshot import Snapshot
 from lora_jax.manager.stats import Stats
@@ -66,6 +67,22 @@ class LoRAModelManager(AdapterRegistry):
     def stats(self) -> Stats:
         """What has been done so far, in numbers; they go on counting."""
         return self._tiers.stats
+
+    def memory(self) -> Memory:
+        """Returns the bytes in use by tier, slot and site.
+
+        `memory_needed(model, config)` says what a configuration would need.
+        """
+        with self.lock:
+            host = self._tiers.host
+            return Memory(
+                slots=self.lora_slots,
+                sites=site_bytes(self._tiers.device.layout),
+                host_capacity=self.capacity,
+                host_copies=3 if self._pins else 2,
+                adapters={id: host[id].host_nbytes for id in self._table.registered},
+                staged=sum(prepared.ahead_nbytes for prepared in host.values()),
+            )
 
     def snapshot(self) -> Snapshot:
         """Returns slots and routing as one value that no later call changes."""

@@ -2,15 +2,28 @@
 
 Preparing reads no table and writes none, so it may run on any thread; whatever is wrong
 with an adapter comes out here, while nothing has changed.
+
+    packed    host, NumPy, at the adapter's own ranks
+    pinned    host, one flat buffer per dtype as large as a slot, in memory that a GPU
+              reads without a copy by the CPU
+    ahead     the same on the device already, until the first activation
 """
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 
 import jax
-import numpy as np
 
 from lora_jax.adapters import Adapter
+from lora_jax.bank import SlotLayout, stage_slot
+from lora_jax.config import LoRAConfig
 from lora_jax.packing import Packed
+
+PINNED = "pinned_host"
+"""JAX's name for host memory whose pages cannot be swapped out."""
+
+Buffers = dict[str, jax.Array]
+"""Dtype name -> flat buffer of one slot."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -19,13 +32,56 @@ class Prepared:
 
     Attributes:
       adapter: as loaded.
-      packed: the host copy, at the adapter's own ranks.
-      staged: dtype name -> flat buffer already on its way to the device, for the first
-        activation; None: staged when it is activated.
+      packed: the host copy at the adapter's own ranks.
+      pinned: a second host copy, in pinned memory, or None.
+      ahead: a copy on its way to the device, for the first activation, or None.
     """
 
     adapter: Adapter
     packed: Packed = field(repr=False)
-    staged: dict[str, jax.Array] | dict[str, np.ndarray] | None = field(
-        default=None, repr=False
-    )
+    pinned: Buffers | None = field(default=None, repr=False)
+    ahead: Buffers | None = field(default=None, repr=False)
+
+    @property
+    def host_nbytes(self) -> int:
+        """Bytes of host memory: the file's values and the copies."""
+        pinned = (self.pinned or {}).values()
+        copy = self.packed.nbytes + sum(buffer.nbytes for buffer in pinned)
+        return self.adapter.nbytes + copy
+
+    @property
+    def ahead_nbytes(self) -> int:
+        """Bytes of device memory of the copy sent ahead."""
+        return sum(buffer.nbytes for buffer in (self.ahead or {}).values())
+
+    def arrived(self) -> "Prepared":
+        """Returns the same without the copy sent ahead, which is in a slot now."""
+        return self if self.ahead is None else replace(self, ahead=None)
+
+
+def pins_host_memory(config: LoRAConfig) -> bool:
+    """Says whether a manager pins its host copies: as configured, or as fits."""
+    if config.pin_host_memory is not None:
+        return config.pin_host_memory
+    device = jax.devices()[0]
+    kinds = [memory.kind for memory in device.addressable_memories()]
+    return wants_pinned(device.platform, kinds)
+
+
+def wants_pinned(platform: str, memory_kinds: Iterable[str]) -> bool:
+    """Says whether host copies for such a device are worth pinning: on GPUs."""
+    return platform == "gpu" and PINNED in memory_kinds
+
+
+def pin(prepared: Prepared, layout: SlotLayout, device: jax.Device) -> Prepared:
+    """Returns the same with a host copy in pinned memory of `device`."""
+    target = jax.sharding.SingleDeviceSharding(device, memory_kind=PINNED)
+    staged = stage_slot(layout, prepared.packed)
+    return replace(prepared, pinned=jax.device_put(staged, target))
+
+
+def send(prepared: Prepared, layout: SlotLayout, device: jax.Device) -> Prepared:
+    """Returns the same with its copy to the device begun: one transfer per dtype."""
+    source = prepared.pinned or stage_slot(layout, prepared.packed)
+    target = jax.sharding.SingleDeviceSharding(device)
+    return replace(prepared, ahead=jax.device_put(source, target))

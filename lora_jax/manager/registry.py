@@ -12,16 +12,13 @@ values, exception types and texts, and the order of use are theirs.
 
 import threading
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import ClassVar
 
-import jax
-
 from lora_jax.adapters import Adapter
-from lora_jax.bank import bank_dtype, slot_layout, stage_slot
+from lora_jax.bank import bank_dtype
 from lora_jax.config import LoRAConfig
 from lora_jax.layers import Sites
-from lora_jax.manager.prepared import Prepared
+from lora_jax.manager.prepared import Prepared, pin, pins_host_memory, send
 from lora_jax.manager.tiers import Tiers
 from lora_jax.packing import pack
 from lora_jax.rules import (
@@ -43,7 +40,7 @@ class AdapterRegistry:
 
     Attributes:
       config: as given.
-      lock: held by every method; hold it to do several things at one moment.
+      lock: held by every method; hold it to do several things at once.
     """
 
     _rules: ClassVar[Rules]
@@ -53,7 +50,7 @@ class AdapterRegistry:
         self.lock = threading.RLock()
         self._sites = sites
         self._dtype = bank_dtype(sites, config.lora_dtype)
-        self._layout = slot_layout(sites, self._dtype)
+        self._pins = pins_host_memory(config)
         self._tiers = Tiers(sites, config, self._dtype)
         self._table = self._tiers.table
 
@@ -101,7 +98,9 @@ class AdapterRegistry:
         Raises:
           AdapterError: if the model cannot serve it, naming every fault.
         """
-        return Prepared(adapter, pack(adapter, self._sites, self._dtype))
+        prepared = Prepared(adapter, pack(adapter, self._sites, self._dtype))
+        device = self._tiers.device
+        return pin(prepared, device.layout, device.place) if self._pins else prepared
 
     def prepared(self, adapter_id: int) -> Prepared | None:
         """Returns a registered adapter with its host copy, without using it."""
@@ -114,8 +113,7 @@ class AdapterRegistry:
         The copy takes one transfer per dtype and as much device memory as one slot,
         until the adapter is activated.
         """
-        staged = jax.device_put(stage_slot(self._layout, prepared.packed))
-        return replace(prepared, staged=staged)
+        return send(prepared, self._tiers.device.layout, self._tiers.device.place)
 
     def add_prepared(self, prepared: Prepared) -> bool:
         """Registers a prepared adapter; False if its id is registered already.

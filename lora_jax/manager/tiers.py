@@ -112,9 +112,8 @@ class Tiers:
 
     def _write(self, slot: int, id: int) -> None:
         prepared = self.host[id]
-        self.device.write(slot, prepared.packed, prepared.staged)
-        if prepared.staged is not None:  # The copy on the device has served its turn.
-            self.host[id] = Prepared(prepared.adapter, prepared.packed)
+        self.device.write(slot, prepared)
+        self.host[id] = prepared.arrived()
 
     def _leave_slot(self, id: int) -> bool:
         slot = self.table.slot_of(id)

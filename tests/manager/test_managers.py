@@ -162,7 +162,7 @@ def test_a_failing_device_write_changes_nothing_and_can_be_repeated(
         raise MemoryError("no device memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr("lora_jax.manager.device.stage", fail)
+        patch.setattr("lora_jax.manager.device.stage_slot", fail)
         for _ in range(2):
             with pytest.raises(MemoryError, match="no device memory"):
                 manager.activate_adapter(3)

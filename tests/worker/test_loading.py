@@ -58,11 +58,11 @@ def test_a_prefetched_adapter_is_not_read_again(
     ready = worker.prefetch(_request(tmp_path)).result()
     assert worker.list_adapters() == set()
     assert worker.manager.stats.writes == 0
-    assert all(isinstance(array, jax.Array) for array in ready.staged.values())
+    assert all(isinstance(array, jax.Array) for array in ready.ahead.values())
     (tmp_path / "adapter_model.safetensors").unlink()
     assert worker.add_adapter(_request(tmp_path))
     assert worker.manager.lora_index_to_id == [1, None]
-    assert worker.manager.prepared(1).staged is None
+    assert worker.manager.prepared(1).ahead is None
     assert worker.manager.stats.loads == 1
 
 

@@ -1,0 +1,109 @@
+"""What adapters cost in bytes, by tier, slot and site; also before a manager is."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import jax
+from flax import nnx
+
+from lora_jax.bank import SlotLayout, bank_dtype, slot_layout
+from lora_jax.config import LoRAConfig
+from lora_jax.layers import wrap
+from lora_jax.manager.prepared import pins_host_memory
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of LoRA weights. Printed, it is a short table.
+
+    Attributes:
+      slots: number of slots.
+      sites: bytes of one slot, by site.
+      host_capacity: adapters that the host may hold.
+      host_copies: copies of each adapter on the host: the file's values, the bank's
+        layout and, where host memory is pinned, a whole slot.
+      adapters: bytes on the host of each registered adapter, by id.
+      staged: bytes on the device of adapters sent ahead, not yet in a slot.
+
+    Example:
+      >>> Memory(slots=2, sites={"q_proj": 100, "o_proj": 50}, host_capacity=8).device
+      300
+    """
+
+    slots: int
+    sites: Mapping[str, int] = field(repr=False)
+    host_capacity: int
+    host_copies: int = 2
+    adapters: Mapping[int, int] = field(default_factory=dict)
+    staged: int = 0
+
+    @property
+    def slot(self) -> int:
+        """Bytes of one slot: what one activation writes."""
+        return sum(self.sites.values())
+
+    @property
+    def device(self) -> int:
+        """Bytes on the device: all slots, from the start, and what was sent ahead."""
+        return self.slots * self.slot + self.staged
+
+    @property
+    def host(self) -> int:
+        """Bytes on the host of all registered adapters."""
+        return sum(self.adapters.values())
+
+    @property
+    def host_at_most(self) -> int:
+        """Bytes on the host if it is full of adapters of the largest rank."""
+        return self.host_capacity * self.host_copies * self.slot
+
+    def __str__(self) -> str:
+        rows = [
+            ("one slot", self.slot),
+            (f"device, {self.slots} slots", self.device),
+            (f"host, {len(self.adapters)} adapters", self.host),
+            (f"host, at most {self.host_capacity} adapters", self.host_at_most),
+        ]
+        return "\n".join(f"{name:<32}{_shown(value):>12}" for name, value in rows)
+
+
+def memory_needed(model: nnx.Module, config: LoRAConfig) -> Memory:
+    """Returns what a manager of `model` would need; the model stays as it is.
+
+    Args:
+      model: any Flax NNX model, its arrays real or `jax.ShapeDtypeStruct`.
+      config: the options to try.
+    Raises:
+      ConfigError, ModelError: as the manager would.
+
+    Example:
+      >>> from flax import nnx
+      >>> model = nnx.Sequential(nnx.Linear(8, 8, rngs=nnx.Rngs(0)))
+      >>> memory_needed(model, LoRAConfig(max_loras=4, max_lora_rank=2)).device
+      544
+    """
+    trial = nnx.merge(*nnx.split(model))  # Same arrays, other objects: `wrap` edits.
+    sites = wrap(trial, config)
+    layout = slot_layout(sites, bank_dtype(sites, config.lora_dtype))
+    copies = 3 if pins_host_memory(config) else 2
+    return Memory(config.max_loras, site_bytes(layout), config.host_capacity, copies)
+
+
+def site_bytes(layout: SlotLayout) -> dict[str, int]:
+    """Returns the bytes of one slot of each site."""
+    return {
+        name: sum(_nbytes(spec) for spec in site.values())
+        for name, site in layout.items()
+    }
+
+
+def _nbytes(spec: jax.ShapeDtypeStruct) -> int:
+    return math.prod(spec.shape) * spec.dtype.itemsize
+
+
+def _shown(value: int) -> str:
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if value >= size:
+            return f"{value / size:.1f} {unit}"
+    return f"{value} B"
