@@ -1,4 +1,4 @@
-"""Gradients of `lora_delta`: same routing, products with a ragged contracting side."""
+"""Gradients of `lora_delta`: same routing, sums over each slot's own rows."""
 
 from typing import NamedTuple
 
@@ -6,8 +6,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
-from lora_kernels.lora_delta.xla_forms import Site, kept_b, part_of_column
-from lora_kernels.routing import Routing
+from lora_kernels.lora_delta.site import (
+    Site,
+    a_of_slot,
+    b_of_slot,
+    kept_rows,
+    wide_dtype,
+)
+from lora_kernels.lora_delta.xla import loop_block
+from lora_kernels.routing import Routing, max_work_items, work_list
 
 
 class Gradients(NamedTuple):
@@ -18,6 +25,16 @@ class Gradients(NamedTuple):
     b: Float[Array, "slots max_rank d_out"]
     scale: Float[Array, "slots parts"]
     weight: Float[Array, " tokens"]
+
+
+class _Sums(NamedTuple):
+    """What the loop carries: rows in sorted order (padded), and sums of each slot."""
+
+    x: Float[Array, "padded d_in"]
+    weight: Float[Array, " padded"]
+    a: Float[Array, "slots parts max_rank d_in"]
+    b: Float[Array, "slots max_rank d_out"]
+    scale: Float[Array, "slots parts"]
 
 
 def lora_delta_backward(
@@ -33,52 +50,74 @@ def lora_delta_backward(
 ) -> Gradients:
     """Returns the cotangents of x, a, b, scale and weight for the cotangent `g` of y.
 
-    With `u = x A^T` and `v = g B^T` of a row's own slot, both `(parts, rank)`:
+    With `u = x A^T` and `v = g B^T` of a row's own slot, both `(parts, rank)`, and
+    `f = scale * weight`:
 
-        dx = (v * scale * weight) A          dA = sum over the slot's rows of
-        d weight = sum of scale * u * v           (v * scale * weight)^T x
-        d scale = sum of weight * u * v      dB = ... (u * scale * weight)^T g
+        dx = (f v) A            dA = sum over the slot's rows of (f v)^T x
+        d weight = sum(scale u v)    dB = ... (f u)^T g    d scale = ... sum(weight u v)
 
-    Rows of other slots are selected to 0 before a sum over rows meets them.
+    Rows of other slots are selected to 0 before a sum over rows meets them, and rank
+    tails are selected to 0 after it: a NaN stays in its own row and its own slot.
     """
     site = Site(a, b, scale, rank, part_widths)
-    x32, g32 = x.astype(jnp.float32), g.astype(jnp.float32)
-    part = part_of_column(part_widths)
+    tokens, slots = x.shape[0], a.shape[0]
+    block = loop_block(tokens, slots)
+    dtype = wide_dtype(x, g, a, b)
+    work = work_list(routing.starts, max_work_items(tokens, slots, block), block)
+    rows = jnp.pad(x[routing.order].astype(dtype), ((0, block), (0, 0)))
+    g_rows = jnp.pad(g[routing.order].astype(dtype), ((0, block), (0, 0)))
+    weight = jnp.pad(routing.weight[routing.order], (0, block)).astype(dtype)
 
-    def one_slot(
-        carry: tuple[Array, Array], slot: Int32[Array, ""]
-    ) -> tuple[tuple[Array, Array], tuple[Array, Array, Array]]:
-        dx, dweight = carry
-        mine = routing.slot == slot
-        kept = jnp.arange(a.shape[2])[None, :] < rank[slot][:, None]  # [p, r]
-        own_x = jnp.where(mine[:, None], x32, 0)
-        own_g = jnp.where(mine[:, None], g32, 0)
-        own_weight = jnp.where(mine, routing.weight, 0)
-        own_a = jnp.where(kept[:, :, None], a[slot], 0).astype(jnp.float32)
-        own_b = kept_b(site, slot).astype(jnp.float32)
-        g_parts = jnp.where(
-            part[None, None, :] == jnp.arange(len(part_widths))[None, :, None],
-            own_g[:, None, :],
-            0,
-        )
-        u = jnp.einsum("ti,pri->tpr", own_x, own_a)
-        v = jnp.einsum("tpo,ro->tpr", g_parts, own_b)
-        factor = own_weight[:, None, None] * scale[slot][None, :, None]
-        dx = jnp.where(mine[:, None], jnp.einsum("tpr,pri->ti", v * factor, own_a), dx)
-        uv = jnp.sum(u * v, axis=2)
-        dweight = jnp.where(mine, jnp.sum(uv * scale[slot][None, :], axis=1), dweight)
-        da = jnp.einsum("tpr,ti->pri", v * factor, own_x)
-        db = jnp.einsum("tpr,tpo->ro", u * factor, g_parts)
-        dscale = jnp.sum(uv * own_weight[:, None], axis=0)
-        kept_rows = kept_b(
-            Site(a, jnp.broadcast_to(db, b.shape), scale, rank, part_widths), slot
-        )
-        return (dx, dweight), (jnp.where(kept[:, :, None], da, 0), kept_rows, dscale)
+    def item(i: Int32[Array, ""], sums: _Sums) -> _Sums:
+        slot, start, stop = work[0][i], work[1][i], work[2][i]
+        mine = start + jnp.arange(block, dtype=jnp.int32) < stop
 
-    start = (jnp.zeros(x.shape, jnp.float32), jnp.zeros(x.shape[:1], jnp.float32))
-    (dx, dweight), (da, db, dscale) = jax.lax.scan(
-        one_slot, start, jnp.arange(a.shape[0])
+        def own(array: Array) -> Array:
+            cut = jax.lax.dynamic_slice_in_dim(array, start, block)
+            return jnp.where(mine.reshape(-1, *[1] * (cut.ndim - 1)), cut, 0)
+
+        x_block, g_block, w_block = own(rows), own(g_rows), own(weight)
+        kept = kept_rows(site, slot)[:, :, None]  # [p, r, 1]
+        a_slot = jnp.where(kept, a_of_slot(site, slot, dtype), 0)
+        b_slot = b_of_slot(site, slot, dtype)
+        u = jnp.where(kept, jnp.einsum("pri,ti->prt", a_slot, x_block), 0)
+        v = jnp.stack(
+            [
+                b_slot[part] @ g_block[:, first:stop].T
+                for part, (first, stop) in enumerate(site.columns)
+            ]
+        )
+        factor = (scale[slot][:, None] * w_block[None, :])[:, None, :]
+        fu, fv = u * factor, jnp.where(kept, v * factor, 0)
+        uv = jnp.sum(u * v, axis=1)  # [p, t]
+        db = [
+            jnp.where(kept[part], fu[part] @ g_block[:, first:stop], 0)
+            for part, (first, stop) in enumerate(site.columns)
+        ]
+        da = jnp.where(kept, jnp.einsum("prt,ti->pri", fv, x_block), 0)
+        dx = jnp.einsum("prt,pri->ti", fv, a_slot)
+        dweight = jnp.sum(uv * scale[slot][:, None], axis=0)
+        put = jax.lax.dynamic_update_slice_in_dim
+        return _Sums(
+            put(sums.x, dx, start, 0),
+            put(sums.weight, dweight, start, 0),
+            sums.a.at[slot].add(da),
+            sums.b.at[slot].add(jnp.concatenate(db, axis=1)),
+            sums.scale.at[slot].add(jnp.sum(uv * w_block[None, :], axis=1)),
+        )
+
+    zeros = _Sums(
+        jnp.zeros_like(rows),
+        jnp.zeros_like(weight),
+        jnp.zeros(a.shape, dtype),
+        jnp.zeros(b.shape, dtype),
+        jnp.zeros(scale.shape, dtype),
     )
+    sums = jax.lax.fori_loop(0, work[3], item, zeros)
     return Gradients(
-        dx.astype(x.dtype), da.astype(a.dtype), db.astype(b.dtype), dscale, dweight
+        sums.x[routing.position].astype(x.dtype),
+        sums.a.astype(a.dtype),
+        sums.b.astype(b.dtype),
+        sums.scale.astype(scale.dtype),
+        sums.weight[routing.position].astype(routing.weight.dtype),
     )

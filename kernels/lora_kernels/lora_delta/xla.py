@@ -1,13 +1,18 @@
 """`lora_delta` in plain jnp: right on every backend that XLA has.
 
-Chooses, by shapes alone, how the products are laid out; the forms are in `xla_forms`.
+Chooses the form by shapes and platform alone; the forms are in `xla_forms`.
 """
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from lora_kernels.lora_delta import xla_forms
+from lora_kernels.lora_delta.site import Site
 from lora_kernels.routing import Routing
+
+GATHER_TOKENS = 64
+"""Most tokens for which each row reads its own A and B, where there is no loop."""
 
 
 def lora_delta(
@@ -21,19 +26,51 @@ def lora_delta(
     routing: Routing,
     part_widths: tuple[int, ...],
 ) -> Float[Array, "tokens d_out"]:
-    """Returns `y` plus each token's low-rank update; see `api.lora_delta`."""
+    """Returns `y` plus each token's low-rank update; see `api.lora_delta`.
+
+    On a CPU a row's bits depend on nothing but the row, its own slot, and the row tile,
+    which is chosen by the number of tokens and slots.
+    """
     if 0 in (*x.shape, *y.shape, a.shape[2]):
         return y
-    site = xla_forms.Site(a, b, scale, rank, part_widths)
-    delta = xla_forms.flat(x, site, routing)
-    return add_to_adapted_rows(y, delta, routing)
-
-
-def add_to_adapted_rows(
-    y: Float[Array, "tokens d_out"],
-    delta: Float[Array, "tokens d_out"],
-    routing: Routing,
-) -> Float[Array, "tokens d_out"]:
-    """Returns `y + delta` in y's dtype; base rows keep the bits of y."""
+    site = Site(a, b, scale, rank, part_widths)
+    delta = jax.lax.platform_dependent(
+        cpu=lambda: _on_cpu(x, site, routing),
+        default=lambda: _on_accelerator(x, site, routing),
+    )
     total = (y.astype(delta.dtype) + delta).astype(y.dtype)
     return jnp.where((routing.slot >= 0)[:, None], total, y)
+
+
+def _on_cpu(
+    x: Float[Array, "tokens d_in"], site: Site, routing: Routing
+) -> Float[Array, "tokens d_out"]:
+    block = loop_block(x.shape[0], site.a.shape[0])
+    return xla_forms.loop(x, site, routing, block=block)
+
+
+def _on_accelerator(
+    x: Float[Array, "tokens d_in"], site: Site, routing: Routing
+) -> Float[Array, "tokens d_out"]:
+    if x.shape[0] <= GATHER_TOKENS:
+        return xla_forms.gather(x, site, routing)
+    block = batched_block(x.shape[0], site.a.shape[0])
+    return xla_forms.batched(x, site, routing, block=block)
+
+
+def loop_block(tokens: int, slots: int) -> int:
+    """Returns the rows of one loop step: near half of an even share, 1 to 64.
+
+    Small steps waste fewer rows, large ones copy A and B less often.
+    """
+    return _power_of_two(tokens // (2 * slots), 4 if tokens > 1 else 1, 64)
+
+
+def batched_block(tokens: int, slots: int) -> int:
+    """Returns the rows of one batched item, 16 to 128: near an even share."""
+    return _power_of_two(tokens // slots, 16, 128)
+
+
+def _power_of_two(value: int, least: int, most: int) -> int:
+    """Returns the largest power of two up to `value`, within the bounds."""
+    return min(max(1 << (max(value, 1).bit_length() - 1), least), most)

@@ -1,137 +1,146 @@
 """The layouts in which XLA computes the low-rank update of a batch.
 
-flat      all slots in two dense products; the numbers of other slots are selected
-          away in between. Few tokens or few slots: reads every slot once.
-slots     a loop over the slots, selecting rows. Slow, and nothing can leak.
-"""
+    loop      a loop over the work items that are in use; each meets one slot's A and B
+              and `block` rows. Reads only active slots. CPU: at every size the form
+              that needs the least time, see `bench`.
+    gather    every row meets its own A and B, without sorting: one fusion on a GPU,
+              no temporaries, but the same A is read once a row. Decode.
+    batched   all work items at once, in batched dense products over gathered copies of
+              A and B. Prefill where a loop would wait for the host between its steps.
 
-from typing import NamedTuple
+Each returns the update in order of the tokens, float32, garbage in base rows. None lets
+a number of another slot, another row or a rank tail reach a row: rows of one product
+are independent, and what a sum over the rank would meet is selected to 0 before.
+"""
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Array, Bool, Float, Int32
+from jaxtyping import Array, Float, Int32
 
-from lora_kernels.routing import Routing
-
-
-class Site(NamedTuple):
-    """The slot arrays of one site: a `[s, p, r, d_in]`, b `[s, r, d_out]`."""
-
-    a: Float[Array, "slots parts max_rank d_in"]
-    b: Float[Array, "slots max_rank d_out"]
-    scale: Float[Array, "slots parts"]
-    rank: Int32[Array, "slots parts"]
-    part_widths: tuple[int, ...]
+from lora_kernels.lora_delta.site import (
+    Site,
+    a_of_slot,
+    b_of_slot,
+    kept_rows,
+    wide_dtype,
+)
+from lora_kernels.routing import Routing, max_work_items, work_list
 
 
-def flat(
-    x: Float[Array, "tokens d_in"], site: Site, routing: Routing
+def loop(
+    x: Float[Array, "tokens d_in"], site: Site, routing: Routing, *, block: int
 ) -> Float[Array, "tokens d_out"]:
-    """Returns the float32 update of every row; of base rows, zeros or garbage.
+    """Computes the update item by item; `block` rows each, a row's bits never vary.
 
-    The second product meets every slot's B with exact zeros, and 0 * NaN is NaN. So if
-    the result is not finite everywhere, the rows whose own B is not finite are computed
-    again by `slots`, and the others with the non-finite numbers of B replaced by 0: by
-    the same products, so to the same bits as without the poison.
+    Rows are sorted by slot, and an item's rows are consecutive. The last item of a slot
+    also computes rows of the next group with the wrong slot: the next item overwrites
+    them. Base rows come first and are never written.
     """
-    h = _selected_h(x, site, routing)
-    delta = _expand_all(h, site.b, site.part_widths)
+    tokens, d_out = x.shape[0], site.b.shape[-1]
+    slots, parts, max_rank, d_in = site.a.shape
+    dtype = wide_dtype(x, site.a, site.b)
+    items = max_work_items(tokens, slots, block)
+    work_slot, work_start, _, work_count = work_list(routing.starts, items, block)
+    rows = jnp.pad(x[routing.order].astype(dtype), ((0, block), (0, 0)))
+    weight = jnp.pad(routing.weight[routing.order], (0, block))
 
-    def poisoned() -> Float[Array, "tokens d_out"]:
-        finite = jnp.where(jnp.isfinite(site.b), site.b, 0)
-        clean = _expand_all(h, finite, site.part_widths)
-        own = _own_b_is_finite(site)[jnp.maximum(routing.slot, 0)]
-        return jnp.where(own[:, None], clean, slots(x, site, routing))
+    def item(
+        i: Int32[Array, ""], out: Float[Array, "padded d_out"]
+    ) -> Float[Array, "padded d_out"]:
+        slot, start = work_slot[i], work_start[i]
+        x_block = jax.lax.dynamic_slice_in_dim(rows, start, block)
+        a = a_of_slot(site, slot, dtype).reshape(parts * max_rank, d_in)
+        # A is the left operand: XLA's CPU products are up to twice as fast that way.
+        h = _dot(a, x_block, 1, 1).reshape(parts, max_rank, block)
+        strength = jax.lax.dynamic_slice_in_dim(weight, start, block)
+        h = h * (site.scale[slot][:, None] * strength[None, :])[:, None, :]
+        h = jnp.where(kept_rows(site, slot)[:, :, None], h, 0)
+        b = b_of_slot(site, slot, dtype)
+        delta = [_dot(h[part], b[part], 0, 0) for part in range(parts)]
+        delta = jnp.concatenate(delta, axis=1)
+        return jax.lax.dynamic_update_slice_in_dim(out, delta, start, 0)
 
-    return jax.lax.cond(jnp.isfinite(delta).all(), lambda: delta, poisoned)
+    zeros = jnp.zeros((tokens + block, d_out), dtype)
+    return jax.lax.fori_loop(0, work_count, item, zeros)[routing.position]
 
 
-def slots(
+def gather(
     x: Float[Array, "tokens d_in"], site: Site, routing: Routing
 ) -> Float[Array, "tokens d_out"]:
-    """Returns the float32 update of every row, zeros for base rows."""
-    tokens = x.shape[0]
-    d_out = site.b.shape[-1]
-
-    def add_slot(
-        slot: Int32[Array, ""], delta: Float[Array, "tokens d_out"]
-    ) -> Float[Array, "tokens d_out"]:
-        one = Site(
-            site.a[slot][None],
-            kept_b(site, slot)[None],
-            site.scale[slot][None],
-            site.rank[slot][None],
-            site.part_widths,
+    """Computes the update row by row from gathered A and B."""
+    dtype = wide_dtype(x, site.a, site.b)
+    slot = jnp.maximum(routing.slot, 0)
+    kept = jax.vmap(lambda s: kept_rows(site, s))(slot)  # [t, p, r]
+    h = _einsum("ti,tpri->tpr", x, site.a[slot], dtype)
+    h = h * (site.scale[slot] * routing.weight[:, None])[:, :, None]
+    h = jnp.where(kept, h, 0)
+    delta = [
+        _einsum(
+            "tr,tro->to",
+            h[:, part],
+            jnp.where(kept[:, part, :, None], site.b[slot][:, :, first:stop], 0),
+            dtype,
         )
-        of_slot = routing.slot == slot
-        alone = jnp.where(of_slot, 0, -1)
-        h = _select(_shrink_all(x, one), one, alone, routing.weight)
-        own = _expand_all(h, one.b, site.part_widths)
-        return jnp.where(of_slot[:, None], own, delta)
-
-    zeros = jnp.zeros((tokens, d_out), jnp.float32)
-    return jax.lax.fori_loop(0, site.a.shape[0], add_slot, zeros)
-
-
-def kept_b(site: Site, slot: Int32[Array, ""]) -> Float[Array, "max_rank d_out"]:
-    """Returns one slot's B with zeros from each part's rank on."""
-    row = jnp.arange(site.b.shape[1])[:, None]
-    rank_of_column = site.rank[slot][part_of_column(site.part_widths)]
-    return jnp.where(row < rank_of_column[None, :], site.b[slot], 0)
-
-
-def part_of_column(part_widths: tuple[int, ...]) -> np.ndarray:
-    """Returns which part owns each output column, `(d_out,)`."""
-    return np.repeat(np.arange(len(part_widths)), part_widths)
-
-
-def _own_b_is_finite(site: Site) -> Bool[Array, " slots"]:
-    kept = jax.vmap(lambda slot: kept_b(site, slot))(jnp.arange(site.b.shape[0]))
-    return jnp.isfinite(kept).all(axis=(1, 2))
-
-
-def _selected_h(
-    x: Float[Array, "tokens d_in"], site: Site, routing: Routing
-) -> Float[Array, "tokens slots parts max_rank"]:
-    return _select(_shrink_all(x, site), site, routing.slot, routing.weight)
-
-
-def _shrink_all(
-    x: Float[Array, "tokens d_in"], site: Site
-) -> Float[Array, "tokens slots parts max_rank"]:
-    rows = site.a.reshape(-1, site.a.shape[-1])
-    h = jax.lax.dot_general(
-        x, rows, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
-    )
-    return h.reshape(x.shape[0], *site.a.shape[:3])
-
-
-def _select(
-    h: Float[Array, "tokens slots parts max_rank"],
-    site: Site,
-    slot: Int32[Array, " tokens"],
-    weight: Float[Array, " tokens"],
-) -> Float[Array, "tokens slots parts max_rank"]:
-    n_slots, _, max_rank = h.shape[1:]
-    mine = slot[:, None] == jnp.arange(n_slots)[None, :]
-    kept = jnp.arange(max_rank)[None, None, :] < site.rank[:, :, None]
-    h = h * site.scale[None, :, :, None] * weight[:, None, None, None]
-    return jnp.where(mine[:, :, None, None] & kept[None], h, 0)
-
-
-def _expand_all(
-    h: Float[Array, "tokens slots parts max_rank"],
-    b: Float[Array, "slots max_rank d_out"],
-    part_widths: tuple[int, ...],
-) -> Float[Array, "tokens d_out"]:
-    stops = np.cumsum(part_widths)
-    products = [
-        jax.lax.dot_general(
-            h[:, :, part].reshape(h.shape[0], -1),
-            b[:, :, stop - width : stop].reshape(-1, width).astype(jnp.float32),
-            (((1,), (0,)), ((), ())),
-        )
-        for part, (width, stop) in enumerate(zip(part_widths, stops, strict=True))
+        for part, (first, stop) in enumerate(site.columns)
     ]
-    return jnp.concatenate(products, axis=1)
+    return jnp.concatenate(delta, axis=1)
+
+
+def batched(
+    x: Float[Array, "tokens d_in"], site: Site, routing: Routing, *, block: int
+) -> Float[Array, "tokens d_out"]:
+    """Computes the update of all work items at once; unused items are computed too.
+
+    The rank-sized intermediate is rounded to B's dtype: what tensor cores take.
+    """
+    tokens = x.shape[0]
+    dtype = wide_dtype(x, site.a, site.b)
+    items = max_work_items(tokens, site.a.shape[0], block)
+    work_slot, work_start, _, _ = work_list(routing.starts, items, block)
+    slot = jnp.maximum(work_slot, 0)
+    offset = jnp.arange(block, dtype=jnp.int32)
+    rows = routing.order[jnp.minimum(work_start[:, None] + offset[None, :], tokens - 1)]
+    kept = jax.vmap(lambda s: kept_rows(site, s))(slot)  # [n, p, r]
+    h = _einsum("nbi,npri->npbr", x[rows], site.a[slot], dtype)
+    strength = site.scale[slot][:, :, None] * routing.weight[rows][:, None, :]
+    h = jnp.where(kept[:, :, None, :], h * strength[..., None], 0).astype(site.b.dtype)
+    item, place = _item_of_row(routing, block)
+    delta = [
+        _einsum(
+            "nbr,nro->nbo",
+            h[:, part],
+            jnp.where(kept[:, part, :, None], site.b[slot][:, :, first:stop], 0),
+            dtype,
+        )[item, place]
+        for part, (first, stop) in enumerate(site.columns)
+    ]
+    return jnp.concatenate(delta, axis=1)
+
+
+def _item_of_row(
+    routing: Routing, block: int
+) -> tuple[Int32[Array, " tokens"], Int32[Array, " tokens"]]:
+    """Returns each token's work item and its place there; of base rows, 0 and 0."""
+    tiles = (routing.counts + (block - 1)) // block
+    first_item = jnp.cumsum(tiles, dtype=jnp.int32) - tiles
+    slot = jnp.maximum(routing.slot, 0)
+    place = routing.position - routing.starts[slot + 1]
+    adapted = routing.slot >= 0
+    item = jnp.where(adapted, first_item[slot] + place // block, 0)
+    return item, jnp.where(adapted, place % block, 0)
+
+
+def _dot(left: Array, right: Array, left_axis: int, right_axis: int) -> Array:
+    axes = (((left_axis,), (right_axis,)), ((), ()))
+    return jax.lax.dot_general(left, right, axes, preferred_element_type=left.dtype)
+
+
+def _einsum(equation: str, left: Array, right: Array, dtype: jnp.dtype) -> Array:
+    # Both operands in one dtype, as products of mixed dtypes are slow or absent.
+    common = jnp.promote_types(left.dtype, right.dtype)
+    return jnp.einsum(
+        equation,
+        left.astype(common),
+        right.astype(common),
+        preferred_element_type=dtype,
+    )
