@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from lora_jax.adapters import Adapter, AdapterPart, match_modules
+from lora_jax.adapters import Adapter, AdapterPart, TokenRows, match_modules
 from lora_jax.errors import AdapterError, faults
 from lora_jax.layers import Sites
 from lora_jax.layers.base import HostSlot
@@ -61,6 +61,7 @@ def pack(adapter: Adapter, sites: Sites, dtype: np.dtype) -> Packed:
         if target.part in taken or (taken and None in (target.part, *taken)):
             problems.append(f"{module}: another module of the file has this place too.")
         taken[target.part] = weights
+    problems += _tie_token_rows(grouped, sites)
     if not adapter.parts:
         problems.append("the adapter adapts no module.")
     if adapter.invocation_tokens:
@@ -71,6 +72,28 @@ def pack(adapter: Adapter, sites: Sites, dtype: np.dtype) -> Packed:
     packed = {name: sites[name].pack(parts, dtype) for name, parts in grouped.items()}
     placed = {module: sites.targets[name].site for module, name in matched.items()}
     return Packed(adapter.name, packed, placed)
+
+
+def _tie_token_rows(
+    grouped: dict[str, dict[int | None, AdapterPart]], sites: Sites
+) -> list[str]:
+    """Rows trained in an embedding are also the rows of a head that is tied to it."""
+    rows = [
+        part
+        for name, parts in grouped.items()
+        if name != sites.tied_head
+        for part in parts.values()
+        if isinstance(part, TokenRows)
+    ]
+    if not rows or sites.tied_head is None:
+        return []
+    if sites.tied_head not in sites:
+        return [
+            f"{sites.tied_head} is tied to the embedding whose tokens were trained, "
+            "and target_modules leaves it out; add it."
+        ]
+    grouped.setdefault(sites.tied_head, {0: rows[0]})
+    return []
 
 
 def _unknown_modules(unknown: list[str], sites: Sites) -> list[str]:

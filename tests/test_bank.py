@@ -74,6 +74,14 @@ def test_a_smaller_adapter_leaves_nothing_of_the_former_one():
     assert _same(reused, write(bank, 0, _staged(bank, sites, small)))
 
 
+def test_values_without_a_place_in_the_bank_are_refused():
+    sites, bank = _setting()
+    packed = pack(make_adapter(1, 4), sites, FLOAT32)
+    del bank.arrays["blocks.0.fc"]["b"]
+    with pytest.raises(ValueError, match=r"blocks.0.fc has no room for b \(4, 16\)"):
+        stage(bank, packed)
+
+
 def test_clear_makes_a_slot_zeros():
     sites, bank = _setting()
     written = write(bank, 2, _staged(bank, sites, make_adapter(1, 4)))

@@ -117,12 +117,12 @@ class LoRALayer(nnx.Module):
         """Returns shapes and dtypes of one slot whose factors are held in `dtype`."""
         raise NotImplementedError
 
-    def extra_spec(self, key: str, corner: tuple[int, ...]) -> SlotSpec:
+    def extra_spec(self, key: str, values: np.ndarray) -> SlotSpec:
         """Returns `{key: spec}` of an array that only some adapters bring.
 
         Args:
           key: its name.
-          corner: shape that an adapter needs of it; the spec may be larger.
+          values: what an adapter brings, the corner of the spec.
         Returns:
           `{}` if this layer has no such array.
         """

@@ -12,7 +12,7 @@ from lora_jax.errors import ModelError
 from lora_jax.layers.base import Shape
 
 
-def describe_einsum(layer: nnx.Module, name: str) -> Shape:
+def describe_einsum(layer: nnx.Einsum, name: str) -> Shape:
     """Returns the shape of an `nnx.Einsum`.
 
     Example:
@@ -42,7 +42,7 @@ def describe_einsum(layer: nnx.Module, name: str) -> Shape:
     )
 
 
-def describe_general(layer: nnx.Module, name: str) -> Shape:
+def describe_general(layer: nnx.LinearGeneral, name: str) -> Shape:
     """Returns the shape of an `nnx.LinearGeneral` that contracts its last axes.
 
     Example:

@@ -77,10 +77,11 @@ def gain_of(part: AdapterPart, kernel: np.ndarray) -> np.ndarray | None:
     The norm is taken over the input axis of `W + scale * B A`, in float64.
 
     Args:
-      kernel: `(d_in, d_out)` of the base layer, the columns that the part adapts.
+      kernel: `(d_in, d_out)` of the base layer, the columns that the part adapts; or
+        the `(vocab, dim)` table of an embedding.
     """
     dora = part.update if isinstance(part, ReplacedBias) else part
-    if not isinstance(dora, DoRA) or not isinstance(dora.update, LowRank):
+    if not isinstance(dora, DoRA):
         return None
     pair = dora.update
     update = pair.a.astype(np.float64).T @ pair.b.astype(np.float64).T

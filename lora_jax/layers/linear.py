@@ -29,6 +29,8 @@ from lora_jax.layers.extras import (
     gain_of,
     pair_of,
 )
+from lora_jax.models.head import TiedHead
+from lora_jax.models.linear import FusedLinear
 from lora_kernels import Routing, lora_delta
 
 
@@ -60,7 +62,7 @@ class LoRALinear(LoRALayer):
             "rank": jax.ShapeDtypeStruct((parts,), jnp.int32),
         }
 
-    def extra_spec(self, key: str, corner: tuple[int, ...]) -> SlotSpec:
+    def extra_spec(self, key: str, values: np.ndarray) -> SlotSpec:
         """Returns the float32 bias or gain of one output row."""
         row = jax.ShapeDtypeStruct((self.lora_site.d_out,), jnp.float32)
         return {key: row} if key in (BIAS, GAIN) else {}
@@ -165,18 +167,18 @@ def check_rows(site: Site, routing: Routing, rows: jax.Array) -> None:
         )
 
 
-def describe_linear(layer: nnx.Module, name: str) -> Shape:
+def describe_linear(layer: nnx.Linear | TiedHead, name: str) -> Shape:
     """Returns the shape of an `nnx.Linear`, or of any layer with a 2-D kernel."""
     return Shape(layer.in_features, ((name, layer.out_features),))
 
 
 def describe_kernel(layer: nnx.Module, name: str) -> Shape:
     """Returns the shape of a layer that is known by its `(d_in, d_out)` kernel."""
-    d_in, d_out = layer.kernel.shape
+    d_in, d_out = vars(layer)["kernel"].shape
     return Shape(d_in, ((name, d_out),))
 
 
-def describe_fused(layer: nnx.Module, name: str) -> Shape:
+def describe_fused(layer: FusedLinear, name: str) -> Shape:
     """Returns the shape of a `FusedLinear`: its parts are the children's."""
     return Shape(layer.in_features, layer.parts)
 
@@ -194,8 +196,9 @@ def base_kernel(layer: LoRALayer) -> np.ndarray | None:
     """
     kernel = vars(layer).get("kernel")
     shape = layer.lora_site.shape
-    in_order = shape.kernel_in_order and isinstance(kernel, nnx.Param)
-    return np.asarray(kernel[...]).reshape(shape.d_in, -1) if in_order else None
+    if not (shape.kernel_in_order and isinstance(kernel, nnx.Param)):
+        return None
+    return np.asarray(kernel[...]).reshape(shape.d_in, -1)
 
 
 Columns = dict[int | None, slice]

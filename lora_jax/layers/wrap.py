@@ -16,6 +16,7 @@ from lora_jax.config import LoRAConfig
 from lora_jax.errors import ConfigError, ModelError, faults
 from lora_jax.layers.base import LoRALayer, LoRARouting, LoRASlots, Shape, Site
 from lora_jax.layers.einsum import describe_einsum, describe_general
+from lora_jax.layers.embed import LoRAEmbed, describe_embed
 from lora_jax.layers.head import LoRAHead
 from lora_jax.layers.linear import (
     LoRALinear,
@@ -41,7 +42,7 @@ class Wrapper:
 
     kind: str
     mixin: type[LoRALayer]
-    describe: Callable[[nnx.Module, str], Shape]
+    describe: Callable[..., Shape]
 
 
 WRAPPERS: Mapping[type[nnx.Module], Wrapper] = {
@@ -50,6 +51,7 @@ WRAPPERS: Mapping[type[nnx.Module], Wrapper] = {
     nnx.Linear: Wrapper("linear", LoRALinear, describe_linear),
     nnx.LinearGeneral: Wrapper("linear", LoRALinear, describe_general),
     nnx.Einsum: Wrapper("einsum", LoRALinear, describe_einsum),
+    nnx.Embed: Wrapper("embed", LoRAEmbed, describe_embed),
 }
 """Most special type first: the first row that the layer is an instance of decides."""
 
@@ -58,6 +60,9 @@ HEAD_WRAPPER = Wrapper("head", LoRAHead, describe_linear)
 
 KERNEL_WRAPPER = Wrapper("kernel", LoRALinear, describe_kernel)
 """For callable layers of other people that hold a 2-D `kernel` `(d_in, d_out)`."""
+
+EMBEDDINGS = ("embed_tokens", "wte", "word_embeddings")
+"""Last names of embeddings whose rows are tokens; others (positions, types) are not."""
 
 HEADS = ("lm_head",)
 """Last names of layers whose rows are the sampled ones, not all tokens."""
@@ -79,11 +84,14 @@ class Sites(Mapping[str, LoRALayer]):
       layers: site name -> layer, in the order of the model.
       targets: every module path by which an adapter may name a site or a part.
       routings: domain -> the routing variable that its layers share.
+      tied_head: name of the head whose weights are the embedding table, if there is
+        one; it need not be a site.
     """
 
     layers: dict[str, LoRALayer]
     targets: dict[str, Target] = field(repr=False)
     routings: dict[str, LoRARouting] = field(repr=False)
+    tied_head: str | None = None
 
     def __getitem__(self, name: str) -> LoRALayer:
         """Returns the layer of a site."""
@@ -131,6 +139,7 @@ def wrap(model: nnx.Module, config: LoRAConfig) -> Sites:
     routings: dict[str, LoRARouting] = {}
     for candidate in chosen:
         name, layer, row = candidate.paths[0], candidate.layer, candidate.wrapper
+        assert candidate.shape is not None  # the chosen ones have shapes
         is_head = issubclass(row.mixin, LoRAHead)
         domain = PROMPTS if is_head else _domain(name, prefixes)
         site = Site(name, row.kind, domain, candidate.shape, config.max_lora_rank)
@@ -144,7 +153,8 @@ def wrap(model: nnx.Module, config: LoRAConfig) -> Sites:
             layer.lora_token_routing = tokens  # type: ignore[attr-defined]
         layers[name] = layer  # type: ignore[assignment]
         targets |= _targets(site, candidate.paths)
-    return Sites(layers, targets, routings)
+    tied = (c.paths[0] for c in found if isinstance(c.layer, TiedHead))
+    return Sites(layers, targets, routings, next(tied, None))
 
 
 def unwrap(model: nnx.Module) -> None:
@@ -194,8 +204,10 @@ def _candidate(paths: list[str], layer: nnx.Module) -> _Candidate:
 def _wrapper(layer: nnx.Module, name: str) -> Wrapper | None:
     row = next((row for kind, row in WRAPPERS.items() if isinstance(layer, kind)), None)
     if row is not None:
-        is_head = name.rpartition(".")[2] in HEADS and row.mixin is LoRALinear
-        return HEAD_WRAPPER if is_head else row
+        last = name.rpartition(".")[2]
+        if row.mixin is LoRAEmbed and last not in EMBEDDINGS:
+            return None
+        return HEAD_WRAPPER if last in HEADS and row.mixin is LoRALinear else row
     kernel = vars(layer).get("kernel")
     known_by_kernel = isinstance(kernel, nnx.Param) and len(kernel.shape) == 2
     return KERNEL_WRAPPER if known_by_kernel and callable(layer) else None

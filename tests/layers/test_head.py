@@ -6,7 +6,7 @@ import pytest
 from flax import nnx
 
 from lora_jax.adapters import adapter_from_tensors
-from lora_jax.bank import empty_bank, stage, write
+from lora_jax.bank import empty_bank, room_for, stage, write
 from lora_jax.config import LoRAConfig
 from lora_jax.forward import install
 from lora_jax.layers import wrap
@@ -66,7 +66,9 @@ def _served(*, tied, target_modules=("lm_head",)):
     adapters = _adapters()
     bank = empty_bank(sites, 2, FLOAT32)
     for slot, adapter in enumerate(adapters):
-        bank = write(bank, slot, stage(bank, pack(adapter, sites, FLOAT32)))
+        packed = pack(adapter, sites, FLOAT32)
+        bank = room_for(bank, sites, packed)
+        bank = write(bank, slot, stage(bank, packed))
     return model, bank, adapters
 
 
