@@ -3,10 +3,10 @@
 from lora_jax.models.cache import KVCache as KVCache
 from lora_jax.models.cache import empty_cache as empty_cache
 from lora_jax.models.cache import insert as insert
+from lora_jax.models.causal_lm import CausalLM as CausalLM
 from lora_jax.models.config import ModelConfig as ModelConfig
 from lora_jax.models.config import config_from_dict as config_from_dict
 from lora_jax.models.config import read_config as read_config
-from lora_jax.models.decoder import CausalLM as CausalLM
 from lora_jax.models.linear import FusedLinear as FusedLinear
 from lora_jax.models.load import load_model as load_model
 from lora_jax.models.load import load_tokenizer as load_tokenizer

@@ -10,13 +10,17 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from lora_jax.errors import ModelError, faults
-from lora_jax.models.families import FAMILIES, FULL, SLIDING, Family, Windows
+from lora_jax.models.families import FAMILIES, FULL, SLIDING, Family
 from lora_jax.models.reader import Reader
 from lora_jax.models.rotary import Rotary
 from lora_jax.models.rotary_config import read_rotary
 
 HIDDEN_ACTS = ("silu", "swish", "relu", "gelu", "gelu_new", "gelu_pytorch_tanh")
 """Hugging Face's names of the activations that `lora_jax.models.mlp` computes."""
+
+
+Parts = tuple[tuple[str, int], ...]
+"""Name and output width of each child of a fused projection, in column order."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,12 +31,20 @@ class ModelConfig:
       model_type: a key of `FAMILIES`.
       num_key_value_heads: heads of keys and values, divides `num_attention_heads`.
       head_dim: width of one head; need not be `hidden_size / num_attention_heads`.
-      rms_norm_eps: added to the mean square.
+      norm, norm_eps: a key of `lora_jax.models.norm.NORMS`, and what it adds to the
+        mean square.
       max_position_embeddings: context length the model was made for, in tokens.
       tie_word_embeddings: whether the head is the embedding table.
       qkv_bias, o_bias, mlp_bias: which products add a bias.
       qk_norm: whether queries and keys are normed per head.
-      rotary: angles of the position embedding.
+      sandwich_norms: whether a block's output is normed as well as its input.
+      fused_tensors: whether the checkpoint (and so an adapter) names qkv and gate_up
+        as one projection each.
+      embedding_scale: what embeddings are multiplied with.
+      query_scale: what attention scores are multiplied with.
+      attention_softcap, logit_softcap: bound of `cap * tanh(x / cap)`, `None` for none.
+      rotaries: for each layer the angles of its position embedding; empty if positions
+        have a learned one.
       windows: for each layer how many positions a token sees, `None` for all.
     """
 
@@ -45,15 +57,39 @@ class ModelConfig:
     num_key_value_heads: int
     head_dim: int
     hidden_act: str
-    rms_norm_eps: float
+    norm: str
+    norm_eps: float
     max_position_embeddings: int
     tie_word_embeddings: bool
     qkv_bias: bool
     o_bias: bool
     mlp_bias: bool
     qk_norm: bool
-    rotary: Rotary
-    windows: Windows
+    sandwich_norms: bool
+    fused_tensors: bool
+    embedding_scale: float
+    query_scale: float
+    attention_softcap: float | None
+    logit_softcap: float | None
+    rotaries: tuple[Rotary, ...]
+    windows: tuple[int | None, ...]
+
+    @property
+    def qkv_parts(self) -> Parts:
+        """Returns the projections that `qkv_proj` holds side by side."""
+        q = self.num_attention_heads * self.head_dim
+        kv = self.num_key_value_heads * self.head_dim
+        if self.fused_tensors:
+            return (("qkv_proj", q + 2 * kv),)
+        return (("q_proj", q), ("k_proj", kv), ("v_proj", kv))
+
+    @property
+    def gate_up_parts(self) -> Parts:
+        """Returns the projections that `gate_up_proj` holds side by side."""
+        width = self.intermediate_size
+        if self.fused_tensors:
+            return (("gate_up_proj", 2 * width),)
+        return (("gate_proj", width), ("up_proj", width))
 
 
 def read_config(folder: Path) -> ModelConfig:
@@ -94,7 +130,7 @@ def config_from_dict(values: Mapping[str, object], *, origin: str) -> ModelConfi
             f"{origin}: model_type {values.get('model_type')!r} is not supported; "
             f"known: {', '.join(sorted(FAMILIES))}"
         )
-    reader = Reader({**family.defaults, **values})
+    reader = Reader({**family.defaults, **_common_spelling(values, family)})
     config = _build(reader, family)
     _refuse_unsupported(reader, family)
     if reader.faults:
@@ -102,37 +138,59 @@ def config_from_dict(values: Mapping[str, object], *, origin: str) -> ModelConfi
     return config
 
 
+def _common_spelling(values: Mapping[str, object], family: Family) -> dict[str, object]:
+    """Returns the values with the family's own keys under their common names too."""
+    renamed = {
+        common: values[own] for common, own in family.spellings.items() if own in values
+    }
+    return {**values, **renamed}
+
+
 def _build(reader: Reader, family: Family) -> ModelConfig:
     hidden_size = reader.positive("hidden_size")
     heads = reader.positive("num_attention_heads")
     kv_heads = reader.positive_or("num_key_value_heads", heads)
-    head_dim = reader.positive_or("head_dim", hidden_size // heads)
+    head_dim = reader.positive_or("head_dim", max(hidden_size // heads, 1))
     if heads % kv_heads:
         reader.fault(
             f"num_key_value_heads {kv_heads} does not divide num_attention_heads "
             f"{heads}; every key head must serve equally many query heads"
         )
-    layers = reader.positive("num_hidden_layers")
-    _check_layer_types(reader, layers)
+    kinds = _layer_kinds(reader, family)
+    window = reader.positive_or("sliding_window", 0) if SLIDING in kinds else 0
+    rotary = {
+        kind: read_rotary(reader, head_dim, kind, family.rotary_kinds)
+        for kind in sorted(set(kinds) if family.rotary_kinds else ())
+    }
+    scale = family.scaled_embedding
     return ModelConfig(
         model_type=reader.text("model_type"),
         vocab_size=reader.positive("vocab_size"),
         hidden_size=hidden_size,
-        intermediate_size=reader.positive("intermediate_size"),
-        num_hidden_layers=layers,
+        intermediate_size=reader.positive_or("intermediate_size", 4 * hidden_size)
+        if "intermediate_size" in family.defaults
+        else reader.positive("intermediate_size"),
+        num_hidden_layers=reader.positive("num_hidden_layers"),
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
         head_dim=head_dim,
         hidden_act=reader.one_of("hidden_act", HIDDEN_ACTS),
-        rms_norm_eps=reader.number("rms_norm_eps"),
+        norm=family.norm,
+        norm_eps=reader.number("rms_norm_eps"),
         max_position_embeddings=reader.positive("max_position_embeddings"),
         tie_word_embeddings=reader.flag("tie_word_embeddings"),
         qkv_bias=_fact(reader, family.qkv_bias),
         o_bias=_fact(reader, family.o_bias),
         mlp_bias=_fact(reader, family.mlp_bias),
         qk_norm=family.qk_norm,
-        rotary=read_rotary(reader, head_dim),
-        windows=() if reader.faults else family.windows(reader.values),
+        sandwich_norms=family.sandwich_norms,
+        fused_tensors=family.fused_tensors,
+        embedding_scale=hidden_size**0.5 if scale else 1.0,
+        query_scale=reader.number_or("query_pre_attn_scalar", float(head_dim)) ** -0.5,
+        attention_softcap=reader.number_or("attn_logit_softcapping", 0.0) or None,
+        logit_softcap=reader.number_or("final_logit_softcapping", 0.0) or None,
+        rotaries=tuple(rotary[kind] for kind in kinds if rotary),
+        windows=tuple(window or None if kind == SLIDING else None for kind in kinds),
     )
 
 
@@ -140,15 +198,17 @@ def _fact(reader: Reader, fact: bool | str) -> bool:
     return reader.flag(fact) if isinstance(fact, str) else fact
 
 
-def _check_layer_types(reader: Reader, layers: int) -> None:
-    kinds = reader.values.get("layer_types")
-    if kinds is None:
-        return
-    if not isinstance(kinds, list) or len(kinds) != layers:
+def _layer_kinds(reader: Reader, family: Family) -> tuple[str, ...]:
+    """Returns each layer's kind, all of them known ones."""
+    layers = reader.positive("num_hidden_layers")
+    listed = reader.values.get("layer_types")
+    if listed is not None and (not isinstance(listed, list) or len(listed) != layers):
         reader.fault(f"layer_types must list num_hidden_layers = {layers} kinds")
-        return
-    for kind in sorted({str(kind) for kind in kinds} - {FULL, SLIDING}):
+        return (FULL,) * layers
+    kinds = family.layer_kinds(reader.values)
+    for kind in sorted(set(map(str, listed or kinds)) - {FULL, SLIDING}):
         reader.fault(f"layer_types has {kind!r}; supported: {FULL}, {SLIDING}")
+    return tuple(kind if kind == SLIDING else FULL for kind in kinds)
 
 
 def _refuse_unsupported(reader: Reader, family: Family) -> None:
@@ -157,6 +217,10 @@ def _refuse_unsupported(reader: Reader, family: Family) -> None:
             "quantization_config: quantised weights are not supported; use the "
             "float16, bfloat16 or float32 checkpoint"
         )
+    for key, computed in family.fixed.items():
+        if reader.values.get(key) not in computed:
+            found = f"{key}: found {reader.values[key]!r}"
+            reader.fault(f"{found}, supported: {', '.join(map(repr, computed))}")
     architectures = reader.values.get("architectures") or []
     if not isinstance(architectures, list):
         reader.fault("architectures must be a list of class names")

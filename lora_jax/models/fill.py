@@ -4,8 +4,8 @@ No more than the model and one parameter are in memory at once: files are mapped
 each parameter is built on the host in its final dtype and moved to the device.
 """
 
+import pathlib
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -14,17 +14,19 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from lora_jax.errors import ModelError, faults
+from lora_jax.models.causal_lm import CausalLM
 from lora_jax.models.checkpoint import DTYPES, StoredTensor, list_tensors
 from lora_jax.models.config import ModelConfig
-from lora_jax.models.decoder import CausalLM
 from lora_jax.models.names import (
     COMPUTED_SUFFIXES,
-    EMBEDDING,
-    TIED_HEAD,
+    Path,
     Table,
     Target,
     checkpoint_table,
 )
+
+TIED_HEAD = "lm_head.weight"
+"""In the file of a tied model this tensor may repeat the embedding table."""
 
 MAX_LISTED = 20
 """Faults of one kind that an error lists before it only counts."""
@@ -33,7 +35,7 @@ Tensors = Mapping[str, StoredTensor]
 
 
 def model_from_folder(
-    folder: Path,
+    folder: pathlib.Path,
     config: ModelConfig,
     *,
     dtype: DTypeLike,
@@ -51,26 +53,45 @@ def model_from_folder(
       ModelError: if any tensor is missing, unknown, or has another shape or dtype; the
         text names all of them.
     """
-    tensors = list_tensors(folder)
-    table = checkpoint_table(config)
-    wrong = check_tensors(tensors, table, config)
+    model = nnx.eval_shape(
+        lambda: CausalLM(config, dtype=dtype, rngs=nnx.Rngs(params=0))
+    )
+    table = checkpoint_table(model)
+    tensors = _with_prefix(list_tensors(folder), model)
+    wrong = check_tensors(tensors, table, model)
     if wrong:
         raise ModelError(faults(f"weights in {folder} do not fit its config:", wrong))
     progress(f"loading {len(table)} tensors as {jnp.dtype(dtype).name}")
-    abstract = nnx.eval_shape(
-        lambda: CausalLM(config, dtype=dtype, rngs=nnx.Rngs(params=0))
-    )
-    graphdef, state = nnx.split(abstract)
-    flat = nnx.to_flat_state(state)
+    graphdef, state = nnx.split(model)
     sources = _by_path(table)
     filled = [
         (path, variable.replace(_build(variable, sources[path], tensors)))
-        for path, variable in flat
+        for path, variable in nnx.to_flat_state(state)
     ]
     return nnx.merge(graphdef, nnx.from_flat_state(filled))
 
 
-def check_tensors(tensors: Tensors, table: Table, config: ModelConfig) -> list[str]:
+def _with_prefix(tensors: Tensors, model: CausalLM) -> Tensors:
+    """Returns the tensors with the names that a whole model gives them.
+
+    A checkpoint that was saved from the body alone leaves out the body's own name; the
+    hub's `gpt2` is one.
+    """
+    body, embedding = model.body_name, _embedding(model)
+    if embedding in tensors or embedding.removeprefix(f"{body}.") not in tensors:
+        return tensors
+    whole = (f"{body}.", "lm_head.")
+    return {
+        name if name.startswith(whole) else f"{body}.{name}": tensor
+        for name, tensor in tensors.items()
+    }
+
+
+def _embedding(model: CausalLM) -> str:
+    return f"{model.body_name}.{model.body.embedding_name}.weight"
+
+
+def check_tensors(tensors: Tensors, table: Table, model: CausalLM) -> list[str]:
     """Returns a line for everything in the file that does not fit the table."""
     missing = [f"{name}: missing" for name in sorted(table.keys() - tensors.keys())]
     if TIED_HEAD in table and TIED_HEAD not in tensors:
@@ -82,10 +103,10 @@ def check_tensors(tensors: Tensors, table: Table, config: ModelConfig) -> list[s
     for name, stored in sorted(tensors.items()):
         if name in table:
             misfits += _misfit(name, stored, table[name].shape)
-        elif name == TIED_HEAD and config.tie_word_embeddings:
-            misfits += _tied_misfit(tensors)
+        elif name == TIED_HEAD:
+            misfits += _tied_misfit(tensors, _embedding(model))
         elif not name.endswith(COMPUTED_SUFFIXES):
-            unknown.append(f"{name}: not a tensor of {config.model_type}")
+            unknown.append(f"{name}: not a tensor of {model.config.model_type}")
     return [line for kind in (missing, unknown, misfits) for line in _capped(kind)]
 
 
@@ -102,22 +123,22 @@ def _misfit(name: str, stored: StoredTensor, expected: tuple[int, ...]) -> list[
     return []
 
 
-def _tied_misfit(tensors: Tensors) -> list[str]:
+def _tied_misfit(tensors: Tensors, embedding: str) -> list[str]:
     """A tied head may be in the file, but then it must be the embedding table."""
-    head, table = tensors[TIED_HEAD], tensors.get(EMBEDDING)
+    head, table = tensors[TIED_HEAD], tensors.get(embedding)
     if table is None:
         return []
     misfit = _misfit(TIED_HEAD, head, table.shape)
     if misfit or np.array_equal(head.read(), table.read()):
         return misfit
     return [
-        f"{TIED_HEAD}: differs from {EMBEDDING} although config.json ties them; set "
+        f"{TIED_HEAD}: differs from {embedding} although config.json ties them; set "
         '"tie_word_embeddings": false or remove the tensor'
     ]
 
 
-def _by_path(table: Table) -> dict[tuple[object, ...], list[tuple[str, Target]]]:
-    sources: dict[tuple[object, ...], list[tuple[str, Target]]] = {}
+def _by_path(table: Table) -> dict[Path, list[tuple[str, Target]]]:
+    sources: dict[Path, list[tuple[str, Target]]] = {}
     for name, target in table.items():
         sources.setdefault(target.path, []).append((name, target))
     return sources

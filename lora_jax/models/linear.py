@@ -53,6 +53,47 @@ class FusedLinear(nnx.Linear):
         return tuple(width for _, width in self.parts)
 
 
+class Conv1D(nnx.Linear):
+    """GPT-2's linear layer: always with a bias, and stored as our kernels are.
+
+    It has a type of its own only because its checkpoint tensor is `(d_in, d_out)`.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        dtype: DTypeLike,
+        rngs: nnx.Rngs,
+    ):
+        super().__init__(
+            in_features,
+            out_features,
+            use_bias=True,
+            dtype=jnp.dtype(dtype),
+            param_dtype=jnp.dtype(dtype),
+            rngs=rngs,
+        )
+
+
+def linear_of_parts(
+    in_features: int,
+    parts: tuple[tuple[str, int], ...],
+    *,
+    use_bias: bool,
+    dtype: DTypeLike,
+    rngs: nnx.Rngs,
+) -> nnx.Linear:
+    """Returns a `FusedLinear`, or a plain layer if there is only one part."""
+    if len(parts) != 1:
+        return FusedLinear(
+            in_features, parts, use_bias=use_bias, dtype=dtype, rngs=rngs
+        )
+    _, width = parts[0]
+    return plain_linear(in_features, width, use_bias=use_bias, dtype=dtype, rngs=rngs)
+
+
 def plain_linear(
     in_features: int,
     out_features: int,
@@ -66,6 +107,19 @@ def plain_linear(
         in_features,
         out_features,
         use_bias=use_bias,
+        dtype=jnp.dtype(dtype),
+        param_dtype=jnp.dtype(dtype),
+        rngs=rngs,
+    )
+
+
+def plain_embed(
+    num_embeddings: int, features: int, *, dtype: DTypeLike, rngs: nnx.Rngs
+) -> nnx.Embed:
+    """Returns an `nnx.Embed` that gives rows in its table's dtype."""
+    return nnx.Embed(
+        num_embeddings,
+        features,
         dtype=jnp.dtype(dtype),
         param_dtype=jnp.dtype(dtype),
         rngs=rngs,

@@ -6,8 +6,8 @@ from pathlib import Path
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from lora_jax.models.causal_lm import CausalLM
 from lora_jax.models.config import read_config
-from lora_jax.models.decoder import CausalLM
 from lora_jax.models.fill import model_from_folder
 from lora_jax.models.source import no_progress, resolve_model
 from lora_jax.models.tokenizer import Tokenizer, read_tokenizer

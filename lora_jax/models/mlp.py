@@ -9,7 +9,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from lora_jax.models.config import ModelConfig
-from lora_jax.models.linear import FusedLinear, plain_linear
+from lora_jax.models.linear import linear_of_parts, plain_linear
 
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,
@@ -27,9 +27,9 @@ class GatedMLP(nnx.Module):
 
     def __init__(self, config: ModelConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
         width = config.intermediate_size
-        self.gate_up_proj = FusedLinear(
+        self.gate_up_proj = linear_of_parts(
             config.hidden_size,
-            (("gate_proj", width), ("up_proj", width)),
+            config.gate_up_parts,
             use_bias=config.mlp_bias,
             dtype=dtype,
             rngs=rngs,

@@ -1,13 +1,20 @@
-"""The only code that knows a checkpoint's tensor names.
+"""The only code that knows how a checkpoint names and stores a layer's tensors.
 
-Turns a config into a table: tensor name in the file -> where it goes in the model, with
-which shape in the file, transposed or not, into which columns of a fused kernel.
+A module's path here is its path in the checkpoint, so the names follow from the modules
+themselves: one row of LAYER_TENSORS for each type of layer says which tensors it has,
+in which shape they are stored, and which part of which parameter they fill.
 """
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
-from lora_jax.models.config import ModelConfig
+from flax import nnx
+
+from lora_jax.models.linear import Conv1D, FusedLinear
+from lora_jax.models.norm import Norm
+
+Path = tuple[object, ...]
+"""Attribute names and list indices from the root module downwards."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -15,86 +22,97 @@ class Target:
     """Where one tensor of a checkpoint goes.
 
     Attributes:
-      path: names from the root module to the parameter, as in `nnx.to_flat_state`.
+      path: from the root module to the parameter, as in `nnx.to_flat_state`.
       shape: of the tensor in the file.
       transposed: whether the parameter is the tensor's transpose.
       start: first output column (kernel) or element (bias) of a fused parameter.
     """
 
-    path: tuple[str | int, ...]
+    path: Path
     shape: tuple[int, ...]
-    transposed: bool = False
-    start: int = 0
+    transposed: bool
+    start: int
 
 
-Part = tuple[str, int]
 Table = dict[str, Target]
 
-TIED_HEAD = "lm_head.weight"
-"""In the file of a tied model this tensor may repeat the embedding table."""
+COMPUTED_SUFFIXES = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
+"""Buffers of old checkpoints that the config gives as well; read and left.
 
-EMBEDDING = "model.embed_tokens.weight"
-
-COMPUTED_SUFFIXES = (".rotary_emb.inv_freq",)
-"""Buffers of old checkpoints that the config gives as well; read and left."""
+The last two are GPT-2's causal masks; no layer that is built here has such a bias.
+"""
 
 
-def checkpoint_table(config: ModelConfig) -> Table:
-    """Returns the place of every tensor that a checkpoint of `config` must hold."""
-    table = {
-        EMBEDDING: Target(
-            ("model", "embed_tokens", "embedding"),
-            (config.vocab_size, config.hidden_size),
-        ),
-        "model.norm.weight": Target(("model", "norm", "scale"), (config.hidden_size,)),
-    }
-    for layer in range(config.num_hidden_layers):
-        table.update(_layer(config, layer))
-    if not config.tie_word_embeddings:
-        head = (("lm_head", config.vocab_size),)
-        table.update(_linear((), "lm_head", head, config.hidden_size, bias=False))
+def checkpoint_table(model: nnx.Module) -> Table:
+    """Returns the place of every tensor that a checkpoint of `model` must hold.
+
+    Args:
+      model: may be abstract (`nnx.eval_shape`).
+    """
+    table: Table = {}
+    for path, module in nnx.iter_modules(model):
+        kind = next((kind for kind in LAYER_TENSORS if isinstance(module, kind)), None)
+        if kind is not None:
+            table.update(LAYER_TENSORS[kind](path, module))
     return table
 
 
-def _layer(config: ModelConfig, layer: int) -> Iterator[tuple[str, Target]]:
-    d, head = config.hidden_size, config.head_dim
-    width = config.intermediate_size
-    q, kv = config.num_attention_heads * head, config.num_key_value_heads * head
-    at = ("model", "layers", layer)
-    attention, mlp = (*at, "self_attn"), (*at, "mlp")
-    qkv = (("q_proj", q), ("k_proj", kv), ("v_proj", kv))
-    gate_up = (("gate_proj", width), ("up_proj", width))
-    yield from _linear(attention, "qkv_proj", qkv, d, bias=config.qkv_bias)
-    yield from _linear(attention, "o_proj", (("o_proj", d),), q, bias=config.o_bias)
-    yield from _linear(mlp, "gate_up_proj", gate_up, d, bias=config.mlp_bias)
-    yield from _linear(
-        mlp, "down_proj", (("down_proj", d),), width, bias=config.mlp_bias
-    )
-    yield _norm((*at, "input_layernorm"), d)
-    yield _norm((*at, "post_attention_layernorm"), d)
-    if config.qk_norm:
-        yield _norm((*attention, "q_norm"), head)
-        yield _norm((*attention, "k_norm"), head)
+def tensor_name(path: Path, tensor: str) -> str:
+    """Returns the checkpoint's name of a tensor of the module at `path`."""
+    return ".".join(map(str, (*path, tensor)))
 
 
-def _linear(
-    at: tuple[str | int, ...],
-    name: str,
-    parts: Iterable[Part],
-    d_in: int,
-    *,
-    bias: bool,
-) -> Iterator[tuple[str, Target]]:
-    """Gives each part of a (fused) layer; torch keeps the transpose of our kernels."""
+Rows = Iterator[tuple[str, Target]]
+
+
+def _fused(path: Path, layer: FusedLinear) -> Rows:
     start = 0
-    for part, width in parts:
-        prefix = ".".join(map(str, (*at, part)))
-        kernel = Target((*at, name, "kernel"), (width, d_in), True, start)
-        yield f"{prefix}.weight", kernel
-        if bias:
-            yield f"{prefix}.bias", Target((*at, name, "bias"), (width,), False, start)
+    for part, width in layer.parts:
+        child = (*path[:-1], part)
+        yield from _linear_rows(path, child, layer, width, start)
         start += width
 
 
-def _norm(at: tuple[str | int, ...], features: int) -> tuple[str, Target]:
-    return ".".join(map(str, at)) + ".weight", Target((*at, "scale"), (features,))
+def _linear(path: Path, layer: nnx.Linear) -> Rows:
+    return _linear_rows(path, path, layer, layer.out_features, 0)
+
+
+def _linear_rows(
+    path: Path, child: Path, layer: nnx.Linear, width: int, start: int
+) -> Rows:
+    """Gives the tensors of one child; torch keeps the transpose of our kernels."""
+    shape = (width, layer.in_features)
+    kernel = Target((*path, "kernel"), shape, True, start)
+    yield tensor_name(child, "weight"), kernel
+    if layer.use_bias:
+        bias = Target((*path, "bias"), (width,), False, start)
+        yield tensor_name(child, "bias"), bias
+
+
+def _conv1d(path: Path, layer: Conv1D) -> Rows:
+    shape = (layer.in_features, layer.out_features)
+    yield tensor_name(path, "weight"), Target((*path, "kernel"), shape, False, 0)
+    yield tensor_name(path, "bias"), Target((*path, "bias"), shape[1:], False, 0)
+
+
+def _embed(path: Path, layer: nnx.Embed) -> Rows:
+    shape = (layer.num_embeddings, layer.features)
+    yield tensor_name(path, "weight"), Target((*path, "embedding"), shape, False, 0)
+
+
+def _norm(path: Path, layer: Norm) -> Rows:
+    for parameter, tensor in (("scale", "weight"), ("bias", "bias")):
+        variable = vars(layer).get(parameter)
+        if variable is not None:
+            target = Target((*path, parameter), variable.shape, False, 0)
+            yield tensor_name(path, tensor), target
+
+
+LAYER_TENSORS: Mapping[type[nnx.Module], Callable[..., Rows]] = {
+    FusedLinear: _fused,
+    Conv1D: _conv1d,
+    nnx.Linear: _linear,
+    nnx.Embed: _embed,
+    Norm: _norm,
+}
+"""The tensors of each type of layer; the first type that a layer is of decides."""

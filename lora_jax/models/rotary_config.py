@@ -6,6 +6,7 @@ transformers 4 writes `rope_theta` and `rope_scaling`, transformers 5 one object
 
 from collections.abc import Callable
 
+from lora_jax.models.families import SLIDING
 from lora_jax.models.reader import Reader
 from lora_jax.models.rotary import (
     DefaultRotary,
@@ -17,15 +18,19 @@ from lora_jax.models.rotary import (
 )
 
 
-def read_rotary(reader: Reader, head_dim: int) -> Rotary:
+def read_rotary(
+    reader: Reader, head_dim: int, layer_kind: str, supported: tuple[str, ...]
+) -> Rotary:
     """Returns the rotary embedding that a config asks for.
 
     Args:
       reader: the whole config, defaults filled in; gets a fault for everything wrong.
       head_dim: width of one head.
+      layer_kind: the entry of `layer_types` of the layers that it is for.
+      supported: the kinds of scaling that the family may name, keys of `_KINDS`.
     """
-    inner = Reader(_gathered(reader))
-    kind = inner.one_of("rope_type", tuple(_KINDS))
+    inner = Reader(_gathered(reader, layer_kind))
+    kind = inner.one_of("rope_type", supported)
     dim = int(head_dim * inner.number("partial_rotary_factor"))
     if dim <= 0 or dim % 2:
         inner.fault(f"rotates {dim} features of a head; must be even and positive")
@@ -35,12 +40,23 @@ def read_rotary(reader: Reader, head_dim: int) -> Rotary:
     return rotary
 
 
-def _gathered(reader: Reader) -> dict[str, object]:
-    """Returns the keys of both spellings as one object, the nested ones first."""
-    values = reader.nested("rope_parameters", "rope_scaling")
+def _gathered(reader: Reader, layer_kind: str) -> dict[str, object]:
+    """Returns the keys of either spelling as one object.
+
+    A model whose sliding layers have a base of their own (Gemma 3) writes one object
+    for each kind of layer in transformers 5, `rope_local_base_freq` in transformers 4.
+    """
     outer = reader.values
+    local = outer.get("rope_local_base_freq") if layer_kind == SLIDING else None
+    values = reader.nested("rope_parameters")
+    if layer_kind in values:
+        values = Reader(values).nested(layer_kind)
+    elif local is None:
+        values = values or reader.nested("rope_scaling")
+    else:
+        values = {"rope_theta": local}
     original = outer.get("original_max_position_embeddings")
-    values.setdefault("rope_theta", outer["rope_theta"])
+    values.setdefault("rope_theta", outer["rope_theta"] if local is None else local)
     values.setdefault("partial_rotary_factor", outer.get("partial_rotary_factor", 1.0))
     values.setdefault("rope_type", values.get("type", "default"))
     values.setdefault(

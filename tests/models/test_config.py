@@ -29,9 +29,9 @@ def test_what_a_llama_config_leaves_out_has_transformers_defaults():
     config = read(**LLAMA)
     assert config.num_key_value_heads == 4
     assert config.head_dim == 8
-    assert config.rms_norm_eps == 1e-6
+    assert config.norm_eps == 1e-6
     assert config.max_position_embeddings == 2048
-    assert config.rotary == DefaultRotary(10000.0, 8)
+    assert config.rotaries == (DefaultRotary(10000.0, 8),) * 3
     assert config.windows == (None, None, None)
     assert not config.tie_word_embeddings
 
@@ -80,7 +80,7 @@ LLAMA3_ROTARY = Llama3Rotary(5e5, 8, 8.0, 512, 1.0, 4.0)
     ],
 )  # fmt: skip
 def test_both_spellings_of_the_rotary_embedding_are_read(values, rotary):
-    assert read(**LLAMA, **values).rotary == rotary
+    assert read(**LLAMA, **values).rotaries == (rotary,) * 3
 
 
 @pytest.mark.parametrize(

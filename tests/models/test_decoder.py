@@ -33,6 +33,32 @@ YARN = {
 }
 LINEAR = {"rope_type": "linear", "rope_theta": 500.0, "factor": 2.0}
 
+PARTIAL = {
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 500.0,
+        "partial_rotary_factor": 0.5,
+    }
+}
+GEMMA2 = {
+    "head_dim": 16,
+    "query_pre_attn_scalar": 24,
+    "sliding_window": 5,
+    "attn_logit_softcapping": 3.0,
+    "final_logit_softcapping": 4.0,
+}
+GEMMA3 = {
+    "head_dim": 16,
+    "query_pre_attn_scalar": 24,
+    "sliding_window": 5,
+    "sliding_window_pattern": 2,
+}
+GEMMA3_ROTARY = {
+    "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 500.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+}
+GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
+
 CASES = {
     "llama": ("llama", {}),
     "llama without groups": ("llama", {"num_key_value_heads": 4}),
@@ -58,6 +84,17 @@ CASES = {
     "qwen2 sliding": ("qwen2", QWEN_SLIDING),
     "qwen2 tied": ("qwen2", {"tie_word_embeddings": True}),
     "qwen3": ("qwen3", {"head_dim": 16}),
+    "phi3": ("phi3", {"tie_word_embeddings": False}),
+    "phi3 partly rotated": ("phi3", {**PARTIAL, **SLIDING}),
+    "gemma2": ("gemma2", GEMMA2),
+    "gemma2 without caps": (
+        "gemma2",
+        {**GEMMA2, "attn_logit_softcapping": None, "final_logit_softcapping": None},
+    ),
+    "gemma3": ("gemma3_text", GEMMA3),
+    "gemma3 stretched": ("gemma3_text", {**GEMMA3, "rope_parameters": GEMMA3_ROTARY}),
+    "gpt2": ("gpt2", GPT2),
+    "gpt2 untied": ("gpt2", {**GPT2, "tie_word_embeddings": False, "n_inner": 40}),
     "qwen3 sliding with biases": (
         "qwen3",
         {"head_dim": 16, "attention_bias": True, **QWEN_SLIDING},

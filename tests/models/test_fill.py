@@ -11,7 +11,7 @@ from flax import nnx
 from safetensors.numpy import save_file
 
 from lora_jax.errors import ModelError
-from lora_jax.models import load_model
+from lora_jax.models import CausalLM, load_model
 from lora_jax.models.config import config_from_dict
 from lora_jax.models.names import checkpoint_table
 
@@ -31,10 +31,13 @@ CONFIG = {
 def tensors(dtype=np.float32, **changes: object) -> dict[str, np.ndarray]:
     """Returns random values for every tensor that the config needs."""
     config = config_from_dict({**CONFIG, **changes}, origin="a test")
+    model = nnx.eval_shape(
+        lambda: CausalLM(config, dtype="float32", rngs=nnx.Rngs(params=0))
+    )
     random = np.random.default_rng(0)
     return {
         name: random.normal(0, 1, target.shape).astype(dtype)
-        for name, target in checkpoint_table(config).items()
+        for name, target in checkpoint_table(model).items()
     }
 
 

@@ -111,7 +111,7 @@ def test_the_config_says_what_the_metadata_says(tmp_path):
     convert_gguf(tmp_path / "model.gguf", tmp_path)
     config = load_model(tmp_path).config
     assert (config.num_key_value_heads, config.head_dim) == (KV_HEADS, HEAD_DIM)
-    assert config.rms_norm_eps == 1e-5
+    assert config.norm_eps == 1e-5
     assert config.tie_word_embeddings
     generation = json.loads((tmp_path / "generation_config.json").read_text())
     assert generation == {"bos_token_id": 1, "eos_token_id": 0, "pad_token_id": 0}

@@ -66,7 +66,7 @@ def test_the_default_models_shape_is_smollm2_135m(smollm):
     assert (config.num_hidden_layers, config.hidden_size) == (30, 576)
     assert (config.num_attention_heads, config.num_key_value_heads) == (9, 3)
     assert (config.vocab_size, config.tie_word_embeddings) == (49152, True)
-    assert (config.rotary.theta, config.rms_norm_eps) == (100000.0, 1e-5)
+    assert (config.rotaries[0].theta, config.norm_eps) == (100000.0, 1e-5)
 
 
 def test_the_default_tokenizer_follows_smollms_rules(tokenizer):

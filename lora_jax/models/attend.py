@@ -1,0 +1,75 @@
+"""Grouped-query attention as pure functions: scores, softmax, and who sees whom.
+
+Keys and values are never repeated for the query heads that share them: queries carry a
+group axis instead.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+
+def attend(
+    q: Float[Array, "batch time heads head_dim"],
+    k: Float[Array, "batch kv_heads positions head_dim"],
+    v: Float[Array, "batch kv_heads positions head_dim"],
+    seen: Bool[Array, "#batch #time positions"],
+    *,
+    scale: float,
+    softcap: float | None,
+) -> Float[Array, "batch time heads*head_dim"]:
+    """Returns softmax(q k) v for each head; scores and softmax are float32.
+
+    Args:
+      q: `heads` is a multiple of `kv_heads`; neighbours share a key head.
+      seen: which positions each query sees; each must see at least one.
+      scale: what scores are multiplied with.
+      softcap: if given, scores become `softcap * tanh(score / softcap)`.
+    """
+    batch, time, heads, head_dim = q.shape
+    grouped = q.reshape(batch, time, k.shape[1], -1, head_dim)
+    scores = scale * jnp.einsum(
+        "btkgd,bksd->bkgts", grouped, k, preferred_element_type=jnp.float32
+    )
+    if softcap is not None:
+        scores = cap(scores, softcap)
+    scores = jnp.where(seen[:, None, None], scores, -jnp.inf)
+    weights = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
+    mixed = jnp.einsum("bkgts,bksd->btkgd", weights, v)
+    return mixed.reshape(batch, time, heads * head_dim)
+
+
+def cap(x: Float[Array, "..."], bound: float) -> Float[Array, "..."]:
+    """Returns `x` squeezed smoothly between `-bound` and `bound`."""
+    return bound * jnp.tanh(x / bound)
+
+
+def causal(time: int, window: int | None) -> Bool[Array, "1 time time"]:
+    """Returns which position (column) each position (row) sees.
+
+    Args:
+      time: length of the text.
+      window: how many positions a token sees, itself included; `None` sees all before.
+    """
+    positions = jnp.arange(time, dtype=jnp.int32)
+    return _between(positions, positions, window)[None]
+
+
+def seen_in_cache(
+    positions: Int[Array, " batch"], length: int, window: int | None
+) -> Bool[Array, "batch 1 length"]:
+    """Returns which cached position each row sees; an idle row sees the first one.
+
+    An idle row's output is never read; seeing something keeps it free of NaN.
+    """
+    cached = jnp.arange(length, dtype=jnp.int32)
+    return _between(jnp.maximum(positions, 0), cached, window)[:, None]
+
+
+def _between(
+    own: Int[Array, " rows"], other: Int[Array, " columns"], window: int | None
+) -> Bool[Array, "rows columns"]:
+    distance = own[:, None] - other[None, :]
+    if window is None:
+        return distance >= 0
+    return (distance >= 0) & (distance < window)
