@@ -1,4 +1,4 @@
-"""A path -> the adapter's config and tensors as they lie on disk.
+"""A folder -> the adapter's config and tensors as they lie on disk.
 
 Knows file names and their limits; knows nothing of what config or tensors mean.
 """
@@ -10,6 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
+from lora_jax.adapters.location import check_inside
+from lora_jax.adapters.pickle_file import read_torch_file
 from lora_jax.adapters.safetensors_file import open_regular, read_safetensors
 from lora_jax.errors import AdapterError, AdapterNotFoundError
 
@@ -18,10 +20,9 @@ CONFIG_NAME = "adapter_config.json"
 MAX_CONFIG_BYTES = 4 * 2**20
 """A config that lists 10 000 modules by full path has about 1 MB."""
 
-READERS: Mapping[str, Callable[[Path], dict[str, np.ndarray]]] = {
-    "adapter_model.safetensors": read_safetensors,
-}
-"""Weights files in order of precedence -> what reads them."""
+MAX_SHARDS = 1000
+
+Tensors = dict[str, np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -39,23 +40,21 @@ class Folder:
     tensors: Mapping[str, np.ndarray]
 
 
-def read_folder(path: Path) -> Folder:
+def read_folder(path: Path, *, root: Path | None = None) -> Folder:
     """Reads an adapter's folder.
 
+    Args:
+      path: the folder.
+      root: folder that every file must lie in, symbolic links followed; None for any.
+
     Raises:
-      AdapterNotFoundError: if there is no such folder, or no config in it.
-      AdapterError: if config or weights are missing, broken, or too large.
+      AdapterNotFoundError: if there is no config in it.
+      AdapterError: if config or weights are missing, broken, too large, or outside.
     """
-    if not path.is_dir():
-        raise AdapterNotFoundError(
-            f"adapter {path.name!r}: there is no folder {path}; give the folder that "
-            f"holds {CONFIG_NAME}."
-        )
     if not (path / CONFIG_NAME).exists():
-        raise AdapterNotFoundError(
-            f"adapter {path.name!r}: {path} holds no {CONFIG_NAME}; give the folder "
-            "that PEFT's save_pretrained wrote."
-        )
+        raise AdapterNotFoundError(_no_config(path))
+    for file in path.iterdir() if root is not None else ():
+        check_inside(file, root)
     config = read_json(path / CONFIG_NAME)
     for name, reader in READERS.items():
         if (path / name).exists():
@@ -64,6 +63,52 @@ def read_folder(path: Path) -> Folder:
         f"adapter {path.name!r}: {path} doesn't contain tensors; expected "
         f"{' or '.join(READERS)}."
     )
+
+
+def _no_config(path: Path) -> str:
+    inside = sorted(str(file.parent) for file in path.glob(f"*/{CONFIG_NAME}"))
+    advice = "give the folder that PEFT's save_pretrained wrote"
+    if inside:
+        more = ", ..." if len(inside) > 5 else ""
+        advice = f"give one of the folders in it: {', '.join(inside[:5])}{more}"
+    return f"adapter {path.name!r}: {path} holds no {CONFIG_NAME}; {advice}."
+
+
+def read_shards(path: Path) -> Tensors:
+    """Returns the tensors that an index of safetensors files lists.
+
+    Raises:
+      AdapterError: if the index and its files do not agree, or a file is elsewhere.
+    """
+    listed = read_json(path).get("weight_map")
+    if not isinstance(listed, dict) or not listed:
+        raise AdapterError(f"{path}: has no weight_map from tensors to files.")
+    files = {str(file) for file in listed.values()}
+    strange = sorted(f for f in files if Path(f).name != f or "\\" in f or "\0" in f)
+    if strange or len(files) > MAX_SHARDS:
+        raise AdapterError(
+            f"{path}: {strange[:3] or len(files)} are no names of files beside it."
+        )
+    tensors: Tensors = {}
+    for name in sorted(files):
+        for tensor, array in read_safetensors(path.parent / name).items():
+            if listed.get(tensor) != name:
+                raise AdapterError(f"{path}: {name} holds {tensor!r}, which it denies.")
+            tensors[tensor] = array
+    missing = sorted(set(listed) - set(tensors))
+    if missing:
+        raise AdapterError(f"{path}: its files lack {', '.join(missing[:3])}.")
+    return tensors
+
+
+READERS: Mapping[str, Callable[[Path], Tensors]] = {
+    "adapter_model.safetensors": read_safetensors,
+    "adapter_model.safetensors.index.json": read_shards,
+    "adapter_model.bin": read_torch_file,
+    "adapter_model.pt": read_torch_file,
+    "adapters.safetensors": read_safetensors,
+}
+"""Weights files in order of precedence -> what reads them; the last is MLX-LM's."""
 
 
 def read_json(path: Path) -> dict[str, object]:

@@ -9,6 +9,7 @@ import numpy as np
 from lora_jax.adapters.adapter import Adapter
 from lora_jax.adapters.build import Source, build_adapter
 from lora_jax.adapters.folder import read_folder
+from lora_jax.adapters.location import find_folder
 
 
 def load_adapter(
@@ -18,15 +19,19 @@ def load_adapter(
     name: str | None = None,
     max_lora_rank: int | None = None,
     allow_nonfinite: bool = False,
+    root: str | os.PathLike[str] | None = None,
 ) -> Adapter:
     """Reads an adapter's folder.
 
     Args:
-      path: the folder with `adapter_config.json` and the weights; `~` is the home.
+      path: the folder with `adapter_config.json` and the weights, absolute, relative,
+        or with `~`; where there is none, a hub id `owner/name[@revision]`.
       adapter_id: id in 1..2**31-1, or None for the process's next free one.
       name: name to know it by, or None for the folder's name.
       max_lora_rank: refuse modules of a larger rank; None for no limit.
       allow_nonfinite: let NaN and infinity pass, which are else refused.
+      root: folder that everything read must lie in, symbolic links followed; relative
+        paths start there. None lets any path pass.
 
     Returns:
       The adapter; every tensor of the file is in its parts or, with the reason, in its
@@ -36,7 +41,8 @@ def load_adapter(
       AdapterNotFoundError: if there is no folder or no config.
       AdapterError: if anything in it cannot be applied exactly, naming every fault.
     """
-    folder = read_folder(Path(path).expanduser())
+    top = None if root is None else Path(root)
+    folder = read_folder(find_folder(os.fspath(path), root=top), root=top)
     source = Source(
         tensors=folder.tensors,
         config=folder.config,
