@@ -68,6 +68,8 @@ class Site:
       shape: widths, parts, and which axes make a row; a plain layer has one part that
         bears the layer's own last name.
       max_rank: largest rank that a slot can hold.
+      max_labels: most labels of an adapter's own classification head, None: as many as
+        the base head has.
     """
 
     name: str
@@ -75,6 +77,7 @@ class Site:
     domain: str
     shape: Shape
     max_rank: int
+    max_labels: int | None = None
 
     @property
     def d_in(self) -> int:

@@ -15,6 +15,7 @@ from flax import nnx
 from lora_jax.config import LoRAConfig
 from lora_jax.errors import ConfigError, ModelError, faults
 from lora_jax.layers.base import LoRALayer, LoRARouting, LoRASlots, Shape, Site
+from lora_jax.layers.classifier import LoRAClassifier
 from lora_jax.layers.einsum import describe_einsum, describe_general
 from lora_jax.layers.embed import LoRAEmbed, describe_embed
 from lora_jax.layers.head import LoRAHead
@@ -55,17 +56,19 @@ WRAPPERS: Mapping[type[nnx.Module], Wrapper] = {
 }
 """Most special type first: the first row that the layer is an instance of decides."""
 
-HEAD_WRAPPER = Wrapper("head", LoRAHead, describe_linear)
-"""For a linear layer that is a head by its name."""
-
 KERNEL_WRAPPER = Wrapper("kernel", LoRALinear, describe_kernel)
 """For callable layers of other people that hold a 2-D `kernel` `(d_in, d_out)`."""
 
 EMBEDDINGS = ("embed_tokens", "wte", "word_embeddings")
 """Last names of embeddings whose rows are tokens; others (positions, types) are not."""
 
-HEADS = ("lm_head",)
-"""Last names of layers whose rows are the sampled ones, not all tokens."""
+HEAD_WRAPPERS: Mapping[str, Wrapper] = {
+    "lm_head": Wrapper("head", LoRAHead, describe_linear),
+    "score": Wrapper("classifier", LoRAClassifier, describe_linear),
+    "classifier": Wrapper("classifier", LoRAClassifier, describe_linear),
+}
+"""Last name of a linear layer that is a head -> its row: its rows are one for each
+sampled token or pooled prompt, not one for each token."""
 
 
 @dataclass(frozen=True)
@@ -140,15 +143,21 @@ def wrap(model: nnx.Module, config: LoRAConfig) -> Sites:
     for candidate in chosen:
         name, layer, row = candidate.paths[0], candidate.layer, candidate.wrapper
         assert candidate.shape is not None  # the chosen ones have shapes
-        is_head = issubclass(row.mixin, LoRAHead)
-        domain = PROMPTS if is_head else _domain(name, prefixes)
-        site = Site(name, row.kind, domain, candidate.shape, config.max_lora_rank)
-        routing = routings.setdefault(domain, LoRARouting(None))
+        is_head = issubclass(row.mixin, LoRAHead | LoRAClassifier)
+        site = Site(
+            name=name,
+            kind=row.kind,
+            domain=_domain(name, prefixes, PROMPTS if is_head else TOKENS),
+            shape=candidate.shape,
+            max_rank=config.max_lora_rank,
+            max_labels=config.max_lora_cls_labels,
+        )
+        routing = routings.setdefault(site.domain, LoRARouting(None))
         _set_class(layer, _subclass(row.mixin, type(layer)))
         layer.lora_site = site  # type: ignore[attr-defined]
         layer.lora_slots = LoRASlots(None)  # type: ignore[attr-defined]
         layer.lora_routing = routing  # type: ignore[attr-defined]
-        if is_head:
+        if issubclass(row.mixin, LoRAHead):
             tokens = routings.setdefault(TOKENS, LoRARouting(None))
             layer.lora_token_routing = tokens  # type: ignore[attr-defined]
         layers[name] = layer  # type: ignore[assignment]
@@ -207,7 +216,7 @@ def _wrapper(layer: nnx.Module, name: str) -> Wrapper | None:
         last = name.rpartition(".")[2]
         if row.mixin is LoRAEmbed and last not in EMBEDDINGS:
             return None
-        return HEAD_WRAPPER if last in HEADS and row.mixin is LoRALinear else row
+        return HEAD_WRAPPERS.get(last, row) if row.mixin is LoRALinear else row
     kernel = vars(layer).get("kernel")
     known_by_kernel = isinstance(kernel, nnx.Param) and len(kernel.shape) == 2
     return KERNEL_WRAPPER if known_by_kernel and callable(layer) else None
@@ -299,7 +308,7 @@ def _last_names(found: list[_Candidate]) -> list[str]:
     return sorted({p.rpartition(".")[2] for c in carriers for p in c.paths})
 
 
-def _domain(name: str, prefixes: Mapping[str, str]) -> str:
+def _domain(name: str, prefixes: Mapping[str, str], default: str) -> str:
     """The domain of the longest prefix (at a dot) that the model names."""
     hits = [prefix for prefix in prefixes if f"{name}.".startswith(f"{prefix}.")]
-    return prefixes[max(hits, key=len)] if hits else TOKENS
+    return prefixes[max(hits, key=len)] if hits else default
