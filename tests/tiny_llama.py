@@ -4,7 +4,9 @@ The oracle is NumPy alone: it merges one adapter into dense float64 weights and 
 the whole sequence anew for every token.
 """
 
+import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
@@ -93,8 +95,6 @@ def tiny_adapter(name: str, seed: int, rank: int = 4, targets=ALL) -> Adapter:
 
 def write_adapter(folder, seed: int, rank: int = 4, targets=ALL):
     """Writes the adapter as PEFT does and returns the folder."""
-    import json
-
     from safetensors.numpy import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -198,3 +198,44 @@ def _rotated(x: np.ndarray) -> np.ndarray:
     angles = np.arange(time)[:, None, None] * np.tile(frequencies, 2)
     left, right = np.split(x, 2, axis=-1)
     return x * np.cos(angles) + np.concatenate([-right, left], -1) * np.sin(angles)
+
+
+WORDS = ["<eos>", *(f"w{index}" for index in range(1, CONFIG["vocab_size"]))]
+"""The tokenizer's words; a word's number is its token id."""
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message['content'] }} {% endfor %}"
+    "{% if add_generation_prompt %}w1{% endif %}"
+)
+
+
+def write_model(folder: Path) -> Path:
+    """Writes the model and a tokenizer of `WORDS` as a Hugging Face folder."""
+    import tokenizers
+    from safetensors.numpy import save_file
+
+    oracle = Oracle(tiny_model())
+    tensors = {
+        "model.embed_tokens.weight": oracle.embedding,
+        "model.norm.weight": oracle.norm,
+    }
+    for index, layer in enumerate(oracle.layers):
+        for name, weight in layer.items():
+            tensors[f"model.layers.{index}.{name}.weight"] = weight.T
+    folder.mkdir(parents=True)
+    save_file(
+        {
+            name: np.ascontiguousarray(weight, np.float32)
+            for name, weight in tensors.items()
+        },
+        folder / "model.safetensors",
+    )
+    (folder / "config.json").write_text(json.dumps({**CONFIG, "eos_token_id": 0}))
+    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    backend = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({w: i for i, w in enumerate(WORDS)}, "w2")
+    )
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    backend.add_special_tokens(["<eos>"])
+    backend.save(str(folder / "tokenizer.json"))
+    return folder

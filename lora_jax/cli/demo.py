@@ -168,14 +168,13 @@ def _differences(
     engine: Engine, requests: Sequence[GenerationRequest]
 ) -> dict[str, float]:
     """Returns for each adapter how far it moves the logits of its prompts at most."""
-    asked = [request for request in requests if request.lora is not None]
-    base = [dataclasses.replace(request, lora=None) for request in asked]
+    base = [dataclasses.replace(request, lora=None) for request in requests]
+    pairs = zip(engine.prompt_logits(requests), engine.prompt_logits(base), strict=True)
     found: dict[str, float] = {}
-    for request, own, other in zip(
-        asked, engine.prompt_logits(asked), engine.prompt_logits(base), strict=True
-    ):
-        moved = float(np.abs(own - other).max())
-        found[request.lora] = max(moved, found.get(request.lora, 0.0))
+    for request, (own, other) in zip(requests, pairs, strict=True):
+        if request.lora is not None:
+            moved = float(np.abs(own - other).max())
+            found[request.lora] = max(moved, found.get(request.lora, 0.0))
     return found
 
 
