@@ -35,6 +35,9 @@ class LoRAConfig:
       lora_dtype: dtype of the slot arrays, one of `DTYPES`.
       target_modules: names of the modules that may be adapted: last name, whole path,
         packed parent or packed child. None: every supported module; (): none.
+      module_names: for a model whose modules are not named as in Hugging Face's: prefix
+        there -> prefix in this model, `*` for one component, as in
+        `{"model.layers.*.self_attn": "layers.*.attn"}`. None: the names agree.
       default_mm_loras: adapter path for each modality; multimodal models only.
       enable_tower_connector_lora: also adapt the vision tower and the connector.
       specialize_active_lora: compile for the number of active adapters, in buckets.
@@ -61,6 +64,7 @@ class LoRAConfig:
     fully_sharded_loras: bool = False
     lora_dtype: str = "auto"
     target_modules: Sequence[str] | None = None
+    module_names: Mapping[str, str] | None = None
     default_mm_loras: Mapping[str, str] | None = None
     enable_tower_connector_lora: bool = False
     specialize_active_lora: bool = False

@@ -25,6 +25,7 @@ from lora_jax.layers.linear import (
     describe_kernel,
     describe_linear,
 )
+from lora_jax.layers.naming import other_names
 from lora_jax.models.head import TiedHead
 from lora_jax.models.linear import FusedLinear
 from lora_jax.shapes import PROMPTS, TOKENS
@@ -115,7 +116,7 @@ def wrap(model: nnx.Module, config: LoRAConfig) -> Sites:
     Args:
       model: any Flax NNX model; changed in place. LoRA layers of an earlier `wrap` are
         taken off first.
-      config: `max_lora_rank`, `target_modules`.
+      config: `max_lora_rank`, `max_lora_cls_labels`, `target_modules`, `module_names`.
     Returns:
       The sites, their slots still without arrays (`bank.empty_bank` makes them).
     Raises:
@@ -162,6 +163,8 @@ def wrap(model: nnx.Module, config: LoRAConfig) -> Sites:
             layer.lora_token_routing = tokens  # type: ignore[attr-defined]
         layers[name] = layer  # type: ignore[assignment]
         targets |= _targets(site, candidate.paths)
+    aliases = other_names(targets, config.module_names or {})
+    targets |= {name: targets[path] for name, path in aliases.items()}
     tied = (c.paths[0] for c in found if isinstance(c.layer, TiedHead))
     return Sites(layers, targets, routings, next(tied, None))
 

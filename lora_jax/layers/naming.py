@@ -1,0 +1,52 @@
+"""Other names for a model's modules, so that adapter files find a model of any shape.
+
+An adapter names modules as the Hugging Face model does; a model that someone else wrote
+names them as he liked. A table says which is which, by prefixes:
+
+    {"model.layers.*.self_attn": "layers.*.attn", "model.layers.*.mlp": "layers.*.ffw"}
+
+`*` stands for one component of a path, the same on both sides.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+
+from lora_jax.errors import ConfigError, faults
+
+
+def other_names(paths: Iterable[str], table: Mapping[str, str]) -> dict[str, str]:
+    """Returns every further name of the model's paths: Hugging Face name -> path.
+
+    Args:
+      paths: module paths of the model.
+      table: Hugging Face prefix -> the model's prefix.
+    Raises:
+      ConfigError: if a row fits no path, or its two sides have other numbers of `*`.
+
+    Example:
+      >>> other_names(["layers.3.attn.q"], {"model.layers.*.self_attn": "layers.*.attn"})
+      {'model.layers.3.self_attn.q': 'layers.3.attn.q'}
+    """
+    problems = []
+    names: dict[str, str] = {}
+    known = list(paths)
+    for theirs, ours in table.items():
+        if theirs.count("*") != ours.count("*"):
+            problems.append(f"{theirs!r}: {ours!r} has another number of '*'.")
+            continue
+        pattern = re.compile(re.escape(ours).replace(r"\*", r"([^.]+)") + r"(\..*)?")
+        found = [(path, match) for path in known if (match := pattern.fullmatch(path))]
+        if not found:
+            problems.append(f"{theirs!r}: {ours!r} begins no module of the model.")
+        for path, match in found:
+            *stars, rest = match.groups()
+            names[_filled(theirs, stars) + (rest or "")] = path
+    if problems:
+        raise ConfigError(faults("module_names cannot be used:", problems))
+    return names
+
+
+def _filled(template: str, stars: list[str]) -> str:
+    """Puts one value for each `*` into the template."""
+    pieces = template.split("*")
+    return pieces[0] + "".join(s + p for s, p in zip(stars, pieces[1:], strict=True))
