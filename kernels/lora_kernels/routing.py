@@ -73,8 +73,10 @@ LEAVES = tuple(f.name for f in dataclasses.fields(Routing) if f.name != "block")
 
 def _flatten(
     routing: Routing,
-) -> tuple[list[tuple[object, Array]], int]:
-    keyed = [(jax.tree_util.GetAttrKey(k), getattr(routing, k)) for k in LEAVES]
+) -> tuple[list[tuple[object, object]], int]:
+    keyed: list[tuple[object, object]] = [
+        (jax.tree_util.GetAttrKey(name), getattr(routing, name)) for name in LEAVES
+    ]
     return keyed, routing.block
 
 
@@ -133,8 +135,10 @@ def make_routing(
     if weight is None:
         weight = jnp.ones((tokens,), jnp.float32)
     order = jnp.argsort(slot, stable=True).astype(jnp.int32)
-    position = jnp.zeros_like(order).at[order].set(
-        jnp.arange(tokens, dtype=jnp.int32), unique_indices=True
+    position = (
+        jnp.zeros_like(order)
+        .at[order]
+        .set(jnp.arange(tokens, dtype=jnp.int32), unique_indices=True)
     )
     starts = _group_starts(slot, num_slots)
     items = max_work_items(tokens, num_slots, block)
