@@ -116,6 +116,17 @@ class Machine(RuleBasedStateMachine):
     def activate(self, id: int) -> None:
         self.both(lambda m: m.activate_adapter(id), lambda m: m.activate(id))
 
+    @rule(id=IDS, version=VERSIONS)
+    def serve(self, id: int, version: int) -> None:
+        """The common way; without it most random operations meet absent ids."""
+        self.add(id, version)
+        self.activate(id)
+
+    @rule(id=IDS, version=VERSIONS)
+    def serve_and_hold(self, id: int, version: int) -> None:
+        self.add(id, version)
+        self.hold(id)
+
     @rule(id=IDS)
     def deactivate(self, id: int) -> None:
         self.both(lambda m: m.deactivate_adapter(id), lambda m: m.deactivate(id))
