@@ -64,8 +64,6 @@ def pack(adapter: Adapter, sites: Sites, dtype: np.dtype) -> Packed:
     problems += _tie_token_rows(grouped, sites)
     if not adapter.parts:
         problems.append("the adapter adapts no module.")
-    if adapter.invocation_tokens:
-        problems.append("an activated LoRA (alora_invocation_tokens) cannot be served.")
     if problems:
         headline = f"adapter {adapter.name!r} cannot be served by this model:"
         raise AdapterError(faults(headline, problems))

@@ -34,6 +34,8 @@ class LoRAMapping:
 
     Attributes:
       index_mapping: one id per token row, in the order in which the layers see them.
+        An adapter acts where its id stands: for an activated LoRA write 0 before
+        `activation_start`.
       prompt_mapping: one id per sampled row (what lm_head and other heads see).
       is_prefill: kept for vLLM's signature; nothing depends on it here.
       type: which part of the model the rows belong to.
@@ -132,6 +134,28 @@ def routing_from_slots(
     if prompt_slots is not None:
         found[PROMPTS] = make_routing(prompt_slots, num_slots)
     return found
+
+
+def activation_start(
+    token_ids: Sequence[int], invocation_tokens: Sequence[int]
+) -> int | None:
+    """Returns the first token on which an activated LoRA (aLoRA) acts in a prompt.
+
+    That is where the last occurrence of the invocation tokens begins; None if they do
+    not occur, and then the adapter acts on no token. 0 for an ordinary adapter. Tokens
+    before it are the base model's, bit for bit, so their keys and values are too.
+
+    Example:
+      >>> activation_start([7, 5, 6, 7, 5, 6], [5, 6])
+      4
+
+    Source: PEFT's `alora_invocation_tokens`; https://arxiv.org/abs/2504.12397.
+    """
+    tokens, wanted = tuple(token_ids), tuple(invocation_tokens)
+    if not wanted:
+        return 0
+    latest_first = range(len(tokens) - len(wanted), -1, -1)
+    return next((i for i in latest_first if tokens[i:][: len(wanted)] == wanted), None)
 
 
 _make_routing = jax.jit(make_routing, static_argnums=1)

@@ -100,6 +100,14 @@ class ServedAdapters:
         assert found is not None
         return found[1]
 
+    def invocation_of(self, name: str) -> tuple[int, ...]:
+        """Returns the tokens from which on an activated LoRA acts; () for others.
+
+        The adapter must be registered now, as it is while a row holds it.
+        """
+        registered = self._require_manager().list_adapters()
+        return registered[self.id_of(name)].invocation_tokens
+
     def can_acquire(self, adapter_id: int) -> bool:
         """Whether the adapter has, or can get, a slot without evicting a held one."""
         return self._require_manager().can_load(adapter_id)

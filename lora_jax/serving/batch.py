@@ -96,7 +96,7 @@ class Batch:
                 )
                 if any(prompt.scored for prompt in chunk):
                     scores = self._steps.score(
-                        self._weights, bank, hidden, padded, rows.slot, lora=lora
+                        self._weights, bank, hidden, padded, rows, lora=lora
                     )
                     pending.append((chunk, scores))
         tokens, found = jax.device_get(
@@ -132,9 +132,7 @@ class Batch:
                 chunk, group = group[:size], group[size:]
                 outside = [p.outside(self._num_rows) for p in chunk]
                 hidden, _, rows = self._prefill(bank, outside, length, size, lora=lora)
-                logits = self._steps.head(
-                    self._weights, bank, hidden, rows.slot, lora=lora
-                )
+                logits = self._steps.head(self._weights, bank, hidden, rows, lora=lora)
                 found += _rows_of(jax.device_get(logits), chunk)
         order = [p for group in self._by_length(prompts).values() for p in group]
         places = {
@@ -159,7 +157,7 @@ class Batch:
                     )
                     if scored:
                         self._steps.score(
-                            self._weights, bank, hidden, padded, rows.slot, lora=lora
+                            self._weights, bank, hidden, padded, rows, lora=lora
                         )
         jax.block_until_ready(self._tokens)
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from lora_jax.manager import LoRAModelManager
 from lora_jax.models import CausalLM
+from lora_jax.routing import activation_start
 from lora_jax.serving.adapters import ServedAdapters
 from lora_jax.serving.batch import Batch, StepOutput
 from lora_jax.serving.buckets import smallest_that_holds
@@ -198,9 +199,10 @@ class Engine:
             for name in dict.fromkeys(r.lora for r in requests if r.lora is not None):
                 claims[name] = self.adapters.acquire(self.adapters.id_of(name))
             prompts = [
-                Running(request, 0, slot, None).prompt()
+                self._running_at(0, request, claims[request.lora].slot).prompt()
+                if request.lora
+                else Running(request, 0, BASE_SLOT, None).prompt()
                 for request in requests
-                for slot in [claims[request.lora].slot if request.lora else BASE_SLOT]
             ]
             return self._batch.prompt_logits(self.adapters.bank, prompts)
         finally:
@@ -233,11 +235,25 @@ class Engine:
 
     def _start(self, admission: Admission) -> Running:
         request = self._queued.pop(admission.request_id)
-        slot = BASE_SLOT if admission.slot is None else admission.slot
-        digest = None if request.lora is None else self.adapters.hash_of(request.lora)
-        running = Running(request, admission.row, slot, digest)
+        running = Running(request, admission.row, BASE_SLOT, None)
+        if request.lora is not None:
+            assert admission.slot is not None
+            running = self._running_at(admission.row, request, admission.slot)
         self._running[admission.row] = running
         return running
+
+    def _running_at(self, row: int, request: GenerationRequest, slot: int) -> Running:
+        """Returns a request in a row, with its adapter in `slot`.
+
+        An activated LoRA whose invocation the prompt lacks acts on no token.
+        """
+        assert request.lora is not None
+        invocation = self.adapters.invocation_of(request.lora)
+        start = activation_start(request.prompt_token_ids, invocation)
+        digest = self.adapters.hash_of(request.lora)
+        if start is None:
+            return Running(request, row, BASE_SLOT, digest)
+        return Running(request, row, slot, digest, start)
 
     def _prefill(self, started: Sequence[Running]) -> None:
         prompts = [running.prompt() for running in started]

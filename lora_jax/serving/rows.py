@@ -28,6 +28,7 @@ class RowFacts:
       position: prefill: position of the last prompt token; decode: position of the
         token that is fed; `NO_POSITION` for an idle row.
       slot: bank slot of its adapter, `BASE_SLOT` for none.
+      start: first position on which the adapter acts (0, but for an activated LoRA).
       step: index of the token that is drawn within its request.
       sampling: how it is drawn.
     """
@@ -35,6 +36,7 @@ class RowFacts:
     row: int
     position: int = NO_POSITION
     slot: int = BASE_SLOT
+    start: int = 0
     step: int = 0
     sampling: SamplingParams = GREEDY
 
@@ -45,11 +47,11 @@ class StepRows:
     """`RowFacts` of all rows of a step, as arrays.
 
     Attributes:
-      integers: int32; row, position, slot, step, top_k, seed (its 32 bits).
+      integers: int32; row, position, slot, start, step, top_k, seed (its 32 bits).
       reals: float32; temperature, top_p.
     """
 
-    integers: Int[HostOrDevice, "6 rows"]
+    integers: Int[HostOrDevice, "7 rows"]
     reals: Float[HostOrDevice, "2 rows"]
 
     @property
@@ -68,9 +70,14 @@ class StepRows:
         return self.integers[2]
 
     @property
+    def start(self) -> Int[HostOrDevice, " rows"]:
+        """First position on which the row's adapter acts."""
+        return self.integers[3]
+
+    @property
     def sampling(self) -> SamplingRows:
         """Options of the draw."""
-        _, _, _, step, top_k, seed = self.integers
+        _, _, _, _, step, top_k, seed = self.integers
         temperature, top_p = self.reals
         return SamplingRows(temperature, top_p, top_k, seed, step)
 
@@ -78,7 +85,7 @@ class StepRows:
 def pack_rows(facts: Sequence[RowFacts]) -> StepRows:
     """Returns the rows' facts as two host arrays."""
     integers = [
-        (f.row, f.position, f.slot, f.step, f.sampling.top_k, f.sampling.seed)
+        (f.row, f.position, f.slot, f.start, f.step, f.sampling.top_k, f.sampling.seed)
         for f in facts
     ]
     reals = [(f.sampling.temperature, f.sampling.top_p) for f in facts]

@@ -17,6 +17,7 @@ class Running:
       request: what was asked.
       row, slot: where it runs, and where its adapter is; both stay until it ends.
       adapter_hash: content hash of that adapter; None for the base.
+      start: first position on which the adapter acts.
       tokens: generated so far.
       prompt_logprobs: as in `GenerationResult`.
     """
@@ -25,20 +26,26 @@ class Running:
     row: int
     slot: int
     adapter_hash: str | None
+    start: int = 0
     tokens: list[int] = dataclasses.field(default_factory=list)
     prompt_logprobs: tuple[float | None, ...] | None = None
 
     def prompt(self) -> Prompt:
         """What the prefill needs: the prompt up to its last token, and draw 0."""
         tokens = self.request.prompt_token_ids
-        facts = RowFacts(self.row, len(tokens) - 1, self.slot, 0, self.request.sampling)
+        facts = self._facts(position=len(tokens) - 1, step=0)
         return Prompt(tokens, facts, scored=self.request.prompt_logprobs)
 
     def next_facts(self) -> RowFacts:
         """Facts of the decode step that feeds the newest token."""
         drawn = len(self.tokens)
         fed = len(self.request.prompt_token_ids) + drawn - 1
-        return RowFacts(self.row, fed, self.slot, drawn, self.request.sampling)
+        return self._facts(position=fed, step=drawn)
+
+    def _facts(self, *, position: int, step: int) -> RowFacts:
+        return RowFacts(
+            self.row, position, self.slot, self.start, step, self.request.sampling
+        )
 
     def take_scores(self, scores: np.ndarray) -> None:
         """Keeps the log-probabilities of prompt tokens 1, 2, ..."""

@@ -16,7 +16,6 @@ from typing import Protocol, cast, runtime_checkable
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
@@ -128,7 +127,7 @@ def _score(
     bank: Bank | None,
     hidden: Float[Array, "rows length d"],
     prompts: Int[Array, "rows length"],
-    slots: Int[Array, " rows"],
+    rows: StepRows,
     *,
     lora: bool,
 ) -> Float[Array, "rows length"]:
@@ -139,7 +138,7 @@ def _score(
     """
     num_rows, length, width = hidden.shape
     next_tokens = jnp.roll(prompts, -1, axis=1).reshape(-1)
-    token_slots = jnp.repeat(slots, length)
+    token_slots = _slots_by_place(length, rows).reshape(-1)
     padding = -(num_rows * length) % SCORE_TOKENS
 
     def chunked(values: Array, fill: int) -> Array:
@@ -171,13 +170,14 @@ def _head(
     weights: nnx.State,
     bank: Bank | None,
     hidden: Float[Array, "rows length d"],
-    slots: Int[Array | np.ndarray, " rows"],
+    rows: StepRows,
     *,
     lora: bool,
 ) -> Float[Array, "rows length vocab"]:
     """Returns the logits of every position."""
     num_rows, length, width = hidden.shape
-    routing = _row_routing(num_slots, jnp.repeat(slots, length)) if lora else {}
+    slots = _slots_by_place(length, rows).reshape(-1)
+    routing = _row_routing(num_slots, slots) if lora else {}
     model = _decoder(graphdef, weights, bank, routing)
     flat = model.logits(hidden.reshape(-1, width))
     return flat.reshape(num_rows, length, -1)
@@ -195,9 +195,17 @@ def _prompt_routing(length: int, num_slots: int, rows: StepRows) -> RoutingSet:
     """Routing of all tokens of a prefill, and of the last token of each prompt."""
     places = jnp.arange(length, dtype=jnp.int32)[None, :]
     inside = places <= rows.position[:, None]
-    slots = jnp.asarray(rows.slot)
-    token_slots = jnp.where(inside, slots[:, None], BASE_SLOT).reshape(-1)
-    return routing_from_slots(token_slots, num_slots, prompt_slots=slots)
+    token_slots = jnp.where(inside, _slots_by_place(length, rows), BASE_SLOT)
+    return routing_from_slots(
+        token_slots.reshape(-1), num_slots, prompt_slots=jnp.asarray(rows.slot)
+    )
+
+
+def _slots_by_place(length: int, rows: StepRows) -> Int[Array, "rows length"]:
+    """Slot of each position: the row's, from where its adapter begins to act."""
+    places = jnp.arange(length, dtype=jnp.int32)[None, :]
+    acts = places >= rows.start[:, None]
+    return jnp.where(acts, rows.slot[:, None], BASE_SLOT)
 
 
 def _row_routing(num_slots: int, slots: Int[Array, " rows"]) -> RoutingSet:
