@@ -22,7 +22,7 @@ from lora_jax.layers.base import SlotSpec
 from lora_jax.packing import Packed
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Bank:
     """Every slot of every site.
 
@@ -41,6 +41,27 @@ class Bank:
     def nbytes(self) -> int:
         """Bytes of device memory, all slots."""
         return sum(array.nbytes for array in jax.tree.leaves(self.arrays))
+
+    def __repr__(self) -> str:
+        if not self.arrays:
+            return "Bank(sites=0)"
+        leaves = jax.tree.leaves(self.arrays)  # Perhaps shapes alone, or traced.
+        nbytes = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+        size = f"{nbytes / 2**10:.1f} KiB"
+        if nbytes >= 2**20:
+            size = f"{nbytes / 2**20:.1f} MiB"
+        return f"Bank(slots={self.num_slots}, sites={len(self.arrays)}, {size})"
+
+    def _repr_html_(self) -> str:
+        """A table of slots: largest rank, and how many sites each adapts."""
+        ranks = [np.asarray(s["rank"]) for s in self.arrays.values() if "rank" in s]
+        body = "".join(
+            f"<tr><td>{slot}</td><td>{max(int(r[slot].max()) for r in ranks)}</td>"
+            f"<td>{sum(bool(r[slot].any()) for r in ranks)}</td></tr>"
+            for slot in range(self.num_slots)
+        )
+        head = "<th>slot</th><th>rank</th><th>sites</th>"
+        return f"<p>{self!r}</p><table><tr>{head}</tr>{body}</table>"
 
 
 def _unflatten(_: None, arrays: tuple[object]) -> Bank:

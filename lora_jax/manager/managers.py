@@ -10,8 +10,9 @@ from flax import nnx
 from lora_jax.bank import Bank
 from lora_jax.config import LoRAConfig
 from lora_jax.layers import Sites, wrap
-from lora_jax.manager.memory import Memory, site_bytes
+from lora_jax.manager.memory import Memory, shown, site_bytes
 from lora_jax.manager.registry import AdapterRegistry
+from lora_jax.manager.slot_map import SlotRow, slot_rows, to_html, to_text
 from lora_jax.manager.snapshot import Snapshot
 from lora_jax.manager.stats import Stats
 from lora_jax.routing import LoRAMapping, RoutingSet
@@ -83,6 +84,45 @@ class LoRAModelManager(AdapterRegistry):
                 adapters={id: host[id].host_nbytes for id in self._table.registered},
                 staged=sum(prepared.ahead_nbytes for prepared in host.values()),
             )
+
+    def slot_map(self) -> list[SlotRow]:
+        """Returns who sits in which slot; `print(manager)` shows it as a table."""
+        with self.lock:
+            return slot_rows(self._tiers)
+
+    def metrics(self) -> dict[str, int | float]:
+        """Returns the counters of `stats` and the present state, as plain numbers."""
+        with self.lock:
+            memory, table = self.memory(), self._table
+            return self.stats.as_dict() | {
+                "slots": table.num_slots,
+                "slots_free": len(table.free_slots()),
+                "slots_retired": len(table.retired),
+                "adapters_registered": len(table.registered),
+                "adapters_active": len(table.active),
+                "adapters_pinned": len(table.registered.pinned),
+                "adapters_held": len(table.holds),
+                "host_capacity": table.capacity,
+                "host_bytes": memory.host,
+                "device_bytes": memory.device,
+                "slot_bytes": memory.slot,
+            }
+
+    def __repr__(self) -> str:
+        with self.lock:
+            return to_text(self._headline(), self.slot_map())
+
+    def _repr_html_(self) -> str:
+        with self.lock:
+            return to_html(self._headline(), self.slot_map())
+
+    def _headline(self) -> str:
+        table, memory = self._table, self.memory()
+        return (
+            f"{type(self).__name__}: {len(table.active)} of {table.num_slots} slots, "
+            f"{len(self)} of {self.capacity} adapters, "
+            f"{shown(memory.device)} on the device"
+        )
 
     def snapshot(self) -> Snapshot:
         """Returns slots and routing as one value that no later call changes."""

@@ -65,7 +65,7 @@ class Memory:
             (f"host, {len(self.adapters)} adapters", self.host),
             (f"host, at most {self.host_capacity} adapters", self.host_at_most),
         ]
-        return "\n".join(f"{name:<32}{_shown(value):>12}" for name, value in rows)
+        return "\n".join(f"{name:<32}{shown(value):>12}" for name, value in rows)
 
 
 def memory_needed(model: nnx.Module, config: LoRAConfig) -> Memory:
@@ -102,7 +102,13 @@ def _nbytes(spec: jax.ShapeDtypeStruct) -> int:
     return math.prod(spec.shape) * spec.dtype.itemsize
 
 
-def _shown(value: int) -> str:
+def shown(value: int) -> str:
+    """Returns a number of bytes for people.
+
+    Example:
+      >>> shown(3 * 2**19)
+      '1.5 MiB'
+    """
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if value >= size:
             return f"{value / size:.1f} {unit}"
