@@ -24,8 +24,8 @@ def other_names(paths: Iterable[str], table: Mapping[str, str]) -> dict[str, str
       ConfigError: if a row fits no path, or its two sides have other numbers of `*`.
 
     Example:
-      >>> other_names(["layers.3.attn.q"], {"model.layers.*.self_attn": "layers.*.attn"})
-      {'model.layers.3.self_attn.q': 'layers.3.attn.q'}
+      >>> other_names(["layers.3.attn.q"], {"layers.*.self_attn": "layers.*.attn"})
+      {'layers.3.self_attn.q': 'layers.3.attn.q'}
     """
     problems = []
     names: dict[str, str] = {}
