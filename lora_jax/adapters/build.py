@@ -4,7 +4,7 @@ Each tensor ends in a module, in the report's ignored list, or in the error.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from lora_jax.adapters.grouping import Groups, group_tensors
 from lora_jax.adapters.kinds import KINDS, Built, Tensors
 from lora_jax.adapters.names import Role
 from lora_jax.adapters.parts import arrays, nested, scale_of
-from lora_jax.adapters.report import ModuleReport, Report
+from lora_jax.adapters.report import Ignored, ModuleReport, Report
 from lora_jax.errors import AdapterError, faults
 
 MAX_FAULTS = 50
@@ -33,6 +33,9 @@ class Source:
       max_lora_rank: largest rank allowed, None for no limit.
       allow_nonfinite: whether NaN and infinity may pass.
       notes: facts about the origin for the report.
+      origins: name in `tensors` -> name in the file, where they differ.
+      read: names in the file that are not in `tensors` -> what was read from them.
+      faults: what is already known to be wrong.
     """
 
     tensors: Mapping[str, np.ndarray]
@@ -41,6 +44,9 @@ class Source:
     max_lora_rank: int | None = None
     allow_nonfinite: bool = False
     notes: tuple[str, ...] = ()
+    origins: Mapping[str, str] = field(default_factory=dict)
+    read: Mapping[str, str] = field(default_factory=dict)
+    faults: tuple[str, ...] = ()
 
 
 def build_adapter(source: Source, *, name: str, adapter_id: int | None) -> Adapter:
@@ -53,7 +59,7 @@ def build_adapter(source: Source, *, name: str, adapter_id: int | None) -> Adapt
     groups = group_tensors(
         source.tensors, meaning, allow_nonfinite=source.allow_nonfinite
     )
-    found += groups.faults
+    found += [*source.faults, *groups.faults]
     built: dict[str, Built] = {}
     notes: list[str] = list(source.notes)
     if meaning is not None:
@@ -125,26 +131,30 @@ def _limit_faults(built: Mapping[str, Built], limit: int | None) -> list[str]:
 def _report(
     source: Source, groups: Groups, built: Mapping[str, Built], notes: list[str]
 ) -> Report:
-    ignored = {item.tensor for item in groups.ignored}
     rows = [
-        _module_report(module, item, groups.modules[module])
+        _module_report(module, item, groups.modules[module], source.origins)
         for module, item in built.items()
     ]
-    report = Report(
-        tuple(rows), tuple(groups.ignored), len(source.tensors), tuple(notes)
-    )
-    assert report.matched + len(ignored) == report.total
+    ignored = [
+        *groups.ignored,
+        *(Ignored(name, f"read as {what}") for name, what in source.read.items()),
+    ]
+    total = len(source.tensors) + len(source.read)
+    report = Report(tuple(rows), tuple(ignored), total, tuple(notes))
+    assert report.matched + len(ignored) == total
     return report
 
 
-def _module_report(module: str, built: Built, tensors: Tensors) -> ModuleReport:
+def _module_report(
+    module: str, built: Built, tensors: Tensors, origins: Mapping[str, str]
+) -> ModuleReport:
     part = built.part
     assert part is not None
     values = [array for _, array in arrays(part)]
     return ModuleReport(
         module=module,
         kind=" + ".join(inner.kind for inner in nested(part)),
-        tensors=tuple(sorted(tensor.name for tensor in tensors.values())),
+        tensors=tuple(sorted(origins.get(t.name, t.name) for t in tensors.values())),
         rank=part.rank,
         scale=scale_of(part),
         scale_rule=built.scale_rule,

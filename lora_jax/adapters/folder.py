@@ -30,7 +30,7 @@ class Folder:
     """An adapter's folder, read.
 
     Attributes:
-      path: the folder.
+      path: the folder, or the file that was read alone.
       config: the parsed config.
       tensors: name -> read-only values.
     """
@@ -53,8 +53,9 @@ def read_folder(path: Path, *, root: Path | None = None) -> Folder:
     """
     if not (path / CONFIG_NAME).exists():
         raise AdapterNotFoundError(_no_config(path))
-    for file in path.iterdir() if root is not None else ():
-        check_inside(file, root)
+    if root is not None:
+        for file in path.iterdir():
+            check_inside(file, root)
     config = read_json(path / CONFIG_NAME)
     for name, reader in READERS.items():
         if (path / name).exists():
@@ -63,6 +64,21 @@ def read_folder(path: Path, *, root: Path | None = None) -> Folder:
         f"adapter {path.name!r}: {path} doesn't contain tensors; expected "
         f"{' or '.join(READERS)}."
     )
+
+
+def read_file(path: Path, *, root: Path | None = None) -> Folder:
+    """Reads a single weights file; a config beside it is read too, none is needed.
+
+    Raises:
+      AdapterError: as `read_folder`.
+    """
+    beside = path.parent / CONFIG_NAME
+    if root is not None:
+        check_inside(path, root)
+        check_inside(beside, root)
+    reader = read_safetensors if path.suffix == ".safetensors" else read_torch_file
+    config = read_json(beside) if beside.exists() else {}
+    return Folder(path, config, reader(path))
 
 
 def _no_config(path: Path) -> str:

@@ -2,14 +2,17 @@
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from lora_jax.adapters.adapter import Adapter
 from lora_jax.adapters.build import Source, build_adapter
-from lora_jax.adapters.folder import read_folder
-from lora_jax.adapters.location import find_folder
+from lora_jax.adapters.folder import read_file, read_folder, read_json
+from lora_jax.adapters.formats import to_peft
+from lora_jax.adapters.formats.converted import base_name
+from lora_jax.adapters.location import find_adapter
 
 
 def load_adapter(
@@ -20,18 +23,23 @@ def load_adapter(
     max_lora_rank: int | None = None,
     allow_nonfinite: bool = False,
     root: str | os.PathLike[str] | None = None,
+    base_config: Mapping[str, object] | None = None,
 ) -> Adapter:
     """Reads an adapter's folder.
 
     Args:
       path: the folder with `adapter_config.json` and the weights, absolute, relative,
-        or with `~`; where there is none, a hub id `owner/name[@revision]`.
+        or with `~`; or a weights file of another framework; where there is neither, a
+        hub id `owner/name[@revision]`.
       adapter_id: id in 1..2**31-1, or None for the process's next free one.
       name: name to know it by, or None for the folder's name.
       max_lora_rank: refuse modules of a larger rank; None for no limit.
       allow_nonfinite: let NaN and infinity pass, which are else refused.
       root: folder that everything read must lie in, symbolic links followed; relative
         paths start there. None lets any path pass.
+      base_config: the base model's `config.json`, which a few formats need; None takes
+        that of the base model that the adapter names, if it is a folder here and no
+        root is set.
 
     Returns:
       The adapter; every tensor of the file is in its parts or, with the reason, in its
@@ -42,16 +50,20 @@ def load_adapter(
       AdapterError: if anything in it cannot be applied exactly, naming every fault.
     """
     top = None if root is None else Path(root)
-    folder = read_folder(find_folder(os.fspath(path), root=top), root=top)
-    source = Source(
-        tensors=folder.tensors,
-        config=folder.config,
+    found = find_adapter(os.fspath(path), root=top)
+    reads = read_folder if found.is_dir() else read_file
+    folder = reads(found, root=top)
+    source = _source(
+        folder.tensors,
+        folder.config,
+        {} if base_config is None and top is not None else base_config,
         where=str(folder.path),
         max_lora_rank=max_lora_rank,
         allow_nonfinite=allow_nonfinite,
     )
-    shown = Path(os.path.abspath(folder.path)).name if name is None else name
-    return build_adapter(source, name=shown, adapter_id=adapter_id)
+    full = Path(os.path.abspath(folder.path))
+    shown = full.name if found.is_dir() else full.stem
+    return build_adapter(source, name=name or shown, adapter_id=adapter_id)
 
 
 def adapter_from_tensors(
@@ -62,6 +74,7 @@ def adapter_from_tensors(
     adapter_id: int | None = None,
     max_lora_rank: int | None = None,
     allow_nonfinite: bool = False,
+    base_config: Mapping[str, object] | None = None,
 ) -> Adapter:
     """Builds an adapter from arrays with PEFT's names and a config with PEFT's fields.
 
@@ -84,14 +97,52 @@ def adapter_from_tensors(
     Raises:
       AdapterError: as `load_adapter`.
     """
-    source = Source(
-        tensors={key: _read_only(value) for key, value in tensors.items()},
-        config=config,
+    source = _source(
+        {key: _read_only(value) for key, value in tensors.items()},
+        config,
+        base_config,
         where="tensors in memory",
         max_lora_rank=max_lora_rank,
         allow_nonfinite=allow_nonfinite,
     )
     return build_adapter(source, name=name, adapter_id=adapter_id)
+
+
+def _source(
+    tensors: Mapping[str, np.ndarray],
+    config: Mapping[str, object],
+    base_config: Mapping[str, object] | None,
+    *,
+    where: str,
+    max_lora_rank: int | None,
+    allow_nonfinite: bool,
+) -> Source:
+    """The source in PEFT's words, whichever framework wrote it."""
+    source = Source(tensors, config, where, max_lora_rank, allow_nonfinite)
+    base = _base_config(config) if base_config is None else base_config
+    other = to_peft(tensors, config, base)
+    if other is None:
+        return source
+    form, converted = other
+    return replace(
+        source,
+        tensors=converted.tensors,
+        config=converted.config,
+        notes=(f"converted from {form}'s format",),
+        origins=converted.origins,
+        read=converted.read,
+        faults=converted.faults,
+    )
+
+
+def _base_config(config: Mapping[str, object]) -> Mapping[str, object]:
+    """The config of the base model that an adapter names, if it is a folder here."""
+    name = base_name(config)
+    path = Path(name).expanduser() / "config.json" if name else None
+    try:
+        return read_json(path) if path is not None and path.is_file() else {}
+    except (OSError, ValueError, RuntimeError):
+        return {}
 
 
 def _read_only(array: np.ndarray) -> np.ndarray:

@@ -11,12 +11,14 @@ from lora_jax.errors import AdapterError, AdapterNotFoundError
 HUB_ID = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w./-]+))?")
 """`owner/name` or `owner/name@revision`."""
 
+FILES = (".safetensors", ".bin", ".pt")
+
 WANTED = ["adapter_*", "adapters.safetensors", "*/adapter_*"]
 """Files of a hub repository that an adapter needs."""
 
 
-def find_folder(path: str, *, root: Path | None = None) -> Path:
-    """Returns the folder of an adapter.
+def find_adapter(path: str, *, root: Path | None = None) -> Path:
+    """Returns the folder of an adapter, or its weights file if the path is one.
 
     Args:
       path: absolute or relative folder, `~/...`, or a hub id `owner/name[@revision]`.
@@ -32,7 +34,7 @@ def find_folder(path: str, *, root: Path | None = None) -> Path:
         local = local if root is None else root.expanduser() / local
         if root is not None:
             check_inside(local, root)
-        if local.is_dir():
+        if local.is_dir() or (local.is_file() and local.suffix in FILES):
             return local
     except (OSError, ValueError, RuntimeError) as error:
         if isinstance(error, AdapterError):

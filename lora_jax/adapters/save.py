@@ -6,9 +6,7 @@ same content hash.
 
 import json
 import os
-import re
 import tempfile
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -33,6 +31,7 @@ from lora_jax.adapters.parts import (
     nested,
     scale_of,
 )
+from lora_jax.adapters.scales import scale_fields
 from lora_jax.errors import AdapterError, faults
 
 PREFIX = "base_model.model."
@@ -202,25 +201,8 @@ def _scales(adapter: Adapter) -> dict[str, object]:
     meaning, found = read_meaning(adapter.config)
     if meaning is not None and not found:
         return {}
-    facts = {m: (p.rank, _alpha(scale_of(p), p.rank)) for m, p in parts.items()}
-    (rank, alpha), _ = Counter(facts.values() or [(8, 8.0)]).most_common(1)[0]
-    others = {m: fact for m, fact in facts.items() if fact != (rank, alpha)}
-    return {
-        "r": rank,
-        "lora_alpha": alpha,
-        "use_rslora": False,
-        "rank_pattern": {f"^{re.escape(m)}": own for m, (own, _) in others.items()},
-        "alpha_pattern": {f"^{re.escape(m)}": own for m, (_, own) in others.items()},
-    }
-
-
-def _alpha(scale: float, rank: int) -> float:
-    """The number that divided by the rank gives the scale, to the last bit."""
-    alpha = scale * rank
-    for near in (alpha, np.nextafter(alpha, np.inf), np.nextafter(alpha, -np.inf)):
-        if float(near) / rank == scale:
-            return float(near)
-    return alpha
+    facts = {m: (p.rank, scale_of(p)) for m, p in parts.items()}
+    return scale_fields(facts)
 
 
 def _check(adapter: Adapter, tensors: Mapping[str, np.ndarray], config: dict) -> None:
