@@ -102,6 +102,12 @@ class BatchTier:
             else:
                 self.set(routed.mapping, layout)
 
+    def forget(self) -> None:
+        """Drops every mapping: the model runs as the base model."""
+        self._routed.clear()
+        for variable in self._variables.values():
+            variable.set_value(None)
+
     def _show(self, kind: LoRAMappingType) -> None:
         routing = self._routed[kind].routing
         for domain in DOMAINS_OF[kind]:

@@ -3,13 +3,17 @@
 They join what the other rooms do and decide nothing themselves.
 """
 
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import ClassVar
 
 from flax import nnx
 
+from lora_jax.adapters import Adapter
+from lora_jax.adapters.adapter import take_id
 from lora_jax.bank import Bank
 from lora_jax.config import LoRAConfig
 from lora_jax.layers import Sites, wrap
+from lora_jax.manager.dummy import create_dummy
 from lora_jax.manager.memory import Memory, shown, site_bytes
 from lora_jax.manager.registry import AdapterRegistry
 from lora_jax.manager.slot_map import SlotRow, slot_rows, to_html, to_text
@@ -17,6 +21,10 @@ from lora_jax.manager.snapshot import Snapshot
 from lora_jax.manager.stats import Stats
 from lora_jax.routing import LoRAMapping, RoutingSet
 from lora_jax.rules import FixedRules, LRURules, Rules
+from lora_jax.shapes import BASE_ID
+
+WARMUP_RANK = 8
+"""Rank of the dummies of a warm-up: programs do not depend on it, memory does."""
 
 LRU_RULES = LRURules()
 """Rules have no state: all LRU managers share them."""
@@ -85,6 +93,79 @@ class LoRAModelManager(AdapterRegistry):
                 staged=sum(prepared.ahead_nbytes for prepared in host.values()),
             )
 
+    def create_dummy_lora(
+        self, lora_id: int, rank: int, embedding_modules: Collection[str] = ()
+    ) -> Adapter:
+        """Returns an adapter of zeros on every layer that can have one, heads too.
+
+        Args:
+          lora_id: its id.
+          rank: of every pair, at most `max_lora_rank`.
+          embedding_modules: last names of the embeddings that it adapts as well.
+        """
+        return create_dummy(self._sites, lora_id, rank, embeddings=embedding_modules)
+
+    def get_dummy_lora_warmup_rank(self, default_rank: int) -> int:
+        """Returns the rank for dummies: the default, within `max_lora_rank`.
+
+        No layer here asks for a multiple of anything, as vLLM's sharded experts do.
+        """
+        return min(default_rank, self.config.max_lora_rank)
+
+    def warmup(
+        self, token_buckets: Iterable[int], run: Callable[[int], object]
+    ) -> None:
+        """Compiles what batches of these sizes need, then forgets the dummies.
+
+        Slot writes, both in place and copying, the routing of each size, and whatever
+        `run` compiles: it is called with a mapping in force, once for a batch with all
+        slots in use and once for base rows alone. Kinds of adapter that enlarge the
+        bank (biases, DoRA, embeddings, ...) still compile when the first one comes.
+
+        Args:
+          token_buckets: numbers of rows that later batches have, padding included.
+          run: runs the model on that many rows, e.g.
+            `lambda rows: model(jnp.zeros((1, rows), jnp.int32))`.
+        Raises:
+          RuntimeError: if adapters are registered; warm up before adding any.
+
+        Example:
+          >>> import jax.numpy as jnp
+          >>> from flax import nnx
+          >>> model = nnx.Sequential(nnx.Linear(4, 4, rngs=nnx.Rngs(0)))
+          >>> manager = LoRAModelManager(model, LoRAConfig())
+          >>> manager.warmup([2, 8], lambda rows: model(jnp.zeros((rows, 4))))
+        """
+        with self.lock:
+            if len(self):
+                raise RuntimeError(
+                    f"warmup needs an empty manager, {len(self)} adapters are "
+                    "registered; call it before the first add_adapter."
+                )
+            try:
+                self._warm_up(token_buckets, run)
+            finally:
+                self.remove_all_adapters()
+                self._tiers.batch.forget()
+
+    def _warm_up(
+        self, token_buckets: Iterable[int], run: Callable[[int], object]
+    ) -> None:
+        rank = self.get_dummy_lora_warmup_rank(WARMUP_RANK)
+        ids = [take_id(None) for _ in range(self.lora_slots)]
+        for id in ids:
+            self.add_adapter(self.create_dummy_lora(id, rank))
+            held = self.bank  # So this write copies, and the next is in place.
+            self.activate_adapter(id)
+            del held
+            self.deactivate_adapter(id)
+            self.activate_adapter(id)
+        cycle = (*ids, BASE_ID)
+        for rows in token_buckets:
+            for mapping in (_in_turn(cycle, rows), _in_turn((BASE_ID,), rows)):
+                self.set_adapter_mapping(mapping)
+                run(rows)
+
     def slot_map(self) -> list[SlotRow]:
         """Returns who sits in which slot; `print(manager)` shows it as a table."""
         with self.lock:
@@ -139,6 +220,11 @@ class LoRAModelManager(AdapterRegistry):
         """
         with self.lock:
             self._tiers.batch.set(mapping, self._table.layout())
+
+
+def _in_turn(ids: Sequence[int], rows: int) -> LoRAMapping:
+    taken = [ids[row % len(ids)] for row in range(rows)]
+    return LoRAMapping(taken, taken)
 
 
 class LRUCacheLoRAModelManager(LoRAModelManager):

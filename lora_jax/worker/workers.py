@@ -11,8 +11,10 @@ run it on a snapshot, or on the thread that makes the changes.
 Source: vLLM's `WorkerLoRAManager` and `LRUCacheWorkerLoRAManager`.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import ClassVar
 
 from lora_jax.manager import LoRAModelManager
@@ -54,6 +56,8 @@ class WorkerLoRAManager:
         self._lock = manager.lock
         self._loader = Loader(manager, threads=load_threads, keep=manager.capacity)
         self._reloaded: set[LoRARequest] = set()
+        self._keeps_dummy = False
+        self._dummy: Prepared | None = None
 
     def __enter__(self) -> "WorkerLoRAManager":
         return self
@@ -133,6 +137,31 @@ class WorkerLoRAManager:
         while not self._try_apply(wanted, loaded, mapping):
             for id in self._missing(wanted, loaded):
                 loaded[id] = self._loader.load(wanted[id])
+
+    def add_dummy_lora(self, request: LoRARequest, rank: int) -> bool:
+        """Registers an adapter of zeros under a request's id; False if it is taken.
+
+        Inside `dummy_lora_cache` all dummies share the host copy of the first.
+        """
+        with self._lock:
+            id = request.lora_int_id
+            if self.manager.prepared(id) is not None:
+                return False
+            if self._dummy is None:
+                made = self.manager.prepare(self.manager.create_dummy_lora(id, rank))
+                self._dummy = made if self._keeps_dummy else None
+            else:
+                made = replace(self._dummy, adapter=replace(self._dummy.adapter, id=id))
+            return self.manager.add_prepared(made)
+
+    @contextmanager
+    def dummy_lora_cache(self) -> Iterator[None]:
+        """While it is entered, `add_dummy_lora` packs once and reuses the result."""
+        self._keeps_dummy = True
+        try:
+            yield
+        finally:
+            self._keeps_dummy, self._dummy = False, None
 
     def remove_adapter(self, adapter_id: int) -> bool:
         """Forgets an adapter everywhere; False if it was not registered."""

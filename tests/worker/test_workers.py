@@ -240,3 +240,16 @@ def test_removal_by_id_and_of_all(folder: Path, lru: WorkerLoRAManager) -> None:
     lru.remove_all_adapters()
     assert lru.list_adapters() == set()
     assert lru.is_enabled
+
+
+def test_dummies_share_one_host_copy(folder: Path, lru: WorkerLoRAManager) -> None:
+    with lru.dummy_lora_cache():
+        assert [lru.add_dummy_lora(_request(folder, id), 8) for id in (1, 2, 1)] == [
+            True,
+            True,
+            False,
+        ]
+    assert lru.add_dummy_lora(_request(folder, 3), 8)
+    copies = [lru.manager.prepared(id).packed for id in (1, 2, 3)]
+    assert copies[0] is copies[1] is not copies[2]
+    assert [a.id for a in lru.manager.list_adapters().values()] == [1, 2, 3]
