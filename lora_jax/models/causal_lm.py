@@ -16,6 +16,7 @@ from lora_jax.models.decoder import Decoder
 from lora_jax.models.gpt2 import GPT2Decoder
 from lora_jax.models.head import TiedHead
 from lora_jax.models.linear import plain_linear
+from lora_jax.models.names import Naming
 
 
 class CausalLM(nnx.Module):
@@ -57,14 +58,20 @@ class CausalLM(nnx.Module):
             )
 
     @property
-    def body_name(self) -> str:
-        """Returns the name of the attribute that holds everything but the head."""
-        return "model" if self.config.rotaries else "transformer"
-
-    @property
     def body(self) -> Decoder | GPT2Decoder:
         """Returns everything but the head."""
         return self.model if self.config.rotaries else self.transformer
+
+    @classmethod
+    def naming(cls, config: ModelConfig) -> Naming:
+        """Returns how a checkpoint of `config` may spell its tensors."""
+        body, embedding = (
+            ("model.", "model.embed_tokens.weight")
+            if config.rotaries
+            else ("transformer.", "transformer.wte.weight")
+        )
+        tied = {"lm_head.weight": embedding} if config.tie_word_embeddings else {}
+        return Naming(left_out=body, put_before=(), tied=tied, unused=())
 
     def __call__(
         self,

@@ -5,19 +5,15 @@ all of it in one `ModelError`. Knows no tensor names and makes no arrays.
 """
 
 import dataclasses
-import json
 from collections.abc import Mapping
-from pathlib import Path
 
 from lora_jax.errors import ModelError, faults
+from lora_jax.models.activations import ACTIVATIONS
 from lora_jax.models.families import FAMILIES, FULL, SLIDING, Family
+from lora_jax.models.labels import read_labels
 from lora_jax.models.reader import Reader
 from lora_jax.models.rotary import Rotary
 from lora_jax.models.rotary_config import read_rotary
-
-HIDDEN_ACTS = ("silu", "swish", "relu", "gelu", "gelu_new", "gelu_pytorch_tanh")
-"""Hugging Face's names of the activations that `lora_jax.models.mlp` computes."""
-
 
 Parts = tuple[tuple[str, int], ...]
 """Name and output width of each child of a fused projection, in column order."""
@@ -46,6 +42,8 @@ class ModelConfig:
       rotaries: for each layer the angles of its position embedding; empty if positions
         have a learned one.
       windows: for each layer how many positions a token sees, `None` for all.
+      head: `"causal_lm"` or `"classifier"`.
+      labels: one name for each score of a classification head.
     """
 
     model_type: str
@@ -73,6 +71,8 @@ class ModelConfig:
     logit_softcap: float | None
     rotaries: tuple[Rotary, ...]
     windows: tuple[int | None, ...]
+    head: str
+    labels: tuple[str, ...]
 
     @property
     def qkv_parts(self) -> Parts:
@@ -90,28 +90,6 @@ class ModelConfig:
         if self.fused_tensors:
             return (("gate_up_proj", 2 * width),)
         return (("gate_proj", width), ("up_proj", width))
-
-
-def read_config(folder: Path) -> ModelConfig:
-    """Returns the config of a Hugging Face folder.
-
-    Raises:
-      ModelError: if config.json is missing or malformed, or asks for what cannot be
-        computed; the text names every fault.
-    """
-    path = folder / "config.json"
-    if not path.is_file():
-        raise ModelError(
-            f"{folder} has no config.json; a model is a Hugging Face folder with "
-            "config.json and model.safetensors"
-        )
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ModelError(f"{path} is not JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise ModelError(f"{path} holds {type(values).__name__}, expected an object")
-    return config_from_dict(values, origin=str(path))
 
 
 def config_from_dict(values: Mapping[str, object], *, origin: str) -> ModelConfig:
@@ -174,7 +152,7 @@ def _build(reader: Reader, family: Family) -> ModelConfig:
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
         head_dim=head_dim,
-        hidden_act=reader.one_of("hidden_act", HIDDEN_ACTS),
+        hidden_act=reader.one_of("hidden_act", tuple(ACTIVATIONS)),
         norm=family.norm,
         norm_eps=reader.number("rms_norm_eps"),
         max_position_embeddings=reader.positive("max_position_embeddings"),
@@ -191,6 +169,8 @@ def _build(reader: Reader, family: Family) -> ModelConfig:
         logit_softcap=reader.number_or("final_logit_softcapping", 0.0) or None,
         rotaries=tuple(rotary[kind] for kind in kinds if rotary),
         windows=tuple(window or None if kind == SLIDING else None for kind in kinds),
+        head=_head(reader, family),
+        labels=read_labels(reader),
     )
 
 
@@ -221,13 +201,19 @@ def _refuse_unsupported(reader: Reader, family: Family) -> None:
         if reader.values.get(key) not in computed:
             found = f"{key}: found {reader.values[key]!r}"
             reader.fault(f"{found}, supported: {', '.join(map(repr, computed))}")
-    architectures = reader.values.get("architectures") or []
-    if not isinstance(architectures, list):
+
+
+def _head(reader: Reader, family: Family) -> str:
+    """Returns the head that `architectures` names; a language model's if none."""
+    named = reader.values.get("architectures") or []
+    if not isinstance(named, list):
         reader.fault("architectures must be a list of class names")
-        return
-    for name in architectures:
+        return "causal_lm"
+    for name in named:
         if name not in family.architectures:
             reader.fault(
                 f"architectures has {name!r}; supported for this model_type: "
                 f"{', '.join(family.architectures)}"
             )
+    heads = [family.architectures.get(str(name), "causal_lm") for name in named]
+    return heads[0] if heads else "causal_lm"

@@ -6,8 +6,6 @@ path here is its path there (`model.layers.0.self_attn.o_proj`), except that q, 
 gate, up are fused.
 """
 
-from typing import ClassVar
-
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
@@ -23,13 +21,7 @@ from lora_jax.models.rotary import Rotary, rotary_angles
 
 
 class Decoder(nnx.Module):
-    """Everything but the head.
-
-    Attributes:
-      embedding_name: static path of the token embedding.
-    """
-
-    embedding_name: ClassVar[str] = "embed_tokens"
+    """Everything but the head."""
 
     def __init__(self, config: ModelConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
         kind = SandwichNormLayer if config.sandwich_norms else PreNormLayer

@@ -23,7 +23,7 @@ class Family:
     """The unsaid facts of one `model_type`.
 
     Attributes:
-      architectures: class names in `architectures` that are computed.
+      architectures: class name in `architectures` -> `ModelConfig.head`.
       defaults: value of each key that config.json may leave out, in common spelling.
       spellings: common key -> the family's own key for it.
       fixed: key -> the values that are computed; any other is refused.
@@ -38,7 +38,7 @@ class Family:
         that positions have a learned embedding.
     """
 
-    architectures: tuple[str, ...]
+    architectures: Mapping[str, str]
     defaults: Values
     layer_kinds: Callable[[Values], tuple[str, ...]]
     spellings: Mapping[str, str]
@@ -52,6 +52,13 @@ class Family:
     scaled_embedding: bool
     fused_tensors: bool
     rotary_kinds: tuple[str, ...]
+
+
+def _architectures(name: str) -> dict[str, str]:
+    return {
+        f"{name}ForCausalLM": "causal_lm",
+        f"{name}ForSequenceClassification": "classifier",
+    }
 
 
 def _count(values: Values, key: str) -> int:
@@ -113,7 +120,7 @@ _COMMON: Values = {
     "final_logit_softcapping": None,
 }
 _LLAMA = Family(
-    architectures=("LlamaForCausalLM",),
+    architectures=_architectures("Llama"),
     defaults={
         **_COMMON,
         "max_position_embeddings": 2048,
@@ -136,7 +143,7 @@ _LLAMA = Family(
 )
 _MISTRAL = dataclasses.replace(
     _LLAMA,
-    architectures=("MistralForCausalLM",),
+    architectures=_architectures("Mistral"),
     defaults={
         **_COMMON,
         "max_position_embeddings": 131072,
@@ -150,7 +157,7 @@ _MISTRAL = dataclasses.replace(
 )
 _QWEN2 = dataclasses.replace(
     _MISTRAL,
-    architectures=("Qwen2ForCausalLM",),
+    architectures=_architectures("Qwen2"),
     defaults={
         **_COMMON,
         "max_position_embeddings": 32768,
@@ -165,7 +172,7 @@ _QWEN2 = dataclasses.replace(
 )
 _QWEN3 = dataclasses.replace(
     _QWEN2,
-    architectures=("Qwen3ForCausalLM",),
+    architectures=_architectures("Qwen3"),
     defaults={**_QWEN2.defaults, "head_dim": 128, "attention_bias": False},
     qkv_bias="attention_bias",
     o_bias="attention_bias",
@@ -173,7 +180,7 @@ _QWEN3 = dataclasses.replace(
 )
 _PHI3 = dataclasses.replace(
     _MISTRAL,
-    architectures=("Phi3ForCausalLM",),
+    architectures=_architectures("Phi3"),
     defaults={
         **_COMMON,
         "rms_norm_eps": 1e-5,
@@ -187,7 +194,7 @@ _PHI3 = dataclasses.replace(
 )
 _GEMMA2 = dataclasses.replace(
     _LLAMA,
-    architectures=("Gemma2ForCausalLM",),
+    architectures=_architectures("Gemma2"),
     defaults={
         **_COMMON,
         "hidden_act": "gelu_pytorch_tanh",
@@ -212,7 +219,10 @@ _GEMMA2 = dataclasses.replace(
 )
 _GEMMA3 = dataclasses.replace(
     _GEMMA2,
-    architectures=("Gemma3ForCausalLM",),
+    architectures={
+        "Gemma3ForCausalLM": "causal_lm",
+        "Gemma3TextForSequenceClassification": "classifier",
+    },
     defaults={
         **_GEMMA2.defaults,
         "max_position_embeddings": 131072,
@@ -229,7 +239,10 @@ _GEMMA3 = dataclasses.replace(
 )
 _GPT2 = dataclasses.replace(
     _LLAMA,
-    architectures=("GPT2LMHeadModel",),
+    architectures={
+        "GPT2LMHeadModel": "causal_lm",
+        "GPT2ForSequenceClassification": "classifier",
+    },
     defaults={
         **_COMMON,
         "hidden_act": "gelu_new",

@@ -4,29 +4,27 @@ No more than the model and one parameter are in memory at once: files are mapped
 each parameter is built on the host in its final dtype and moved to the device.
 """
 
-import pathlib
 from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.typing import DTypeLike
 
 from lora_jax.errors import ModelError, faults
-from lora_jax.models.causal_lm import CausalLM
-from lora_jax.models.checkpoint import DTYPES, StoredTensor, list_tensors
-from lora_jax.models.config import ModelConfig
+from lora_jax.models.checkpoint import DTYPES, StoredTensor
 from lora_jax.models.names import (
     COMPUTED_SUFFIXES,
+    Naming,
     Path,
     Table,
     Target,
     checkpoint_table,
 )
 
-TIED_HEAD = "lm_head.weight"
-"""In the file of a tied model this tensor may repeat the embedding table."""
+HEAD = "lm_head.weight"
+"""The tensor that a checkpoint may leave out if its config says that it is tied."""
 
 MAX_LISTED = 20
 """Faults of one kind that an error lists before it only counts."""
@@ -34,80 +32,73 @@ MAX_LISTED = 20
 Tensors = Mapping[str, StoredTensor]
 
 
-def model_from_folder(
-    folder: pathlib.Path,
-    config: ModelConfig,
+M = TypeVar("M", bound=nnx.Module)
+
+
+def fill(
+    build: Callable[[nnx.Rngs], M],
+    naming: Naming,
+    tensors: Tensors,
     *,
-    dtype: DTypeLike,
+    origin: str,
     progress: Callable[[str], None],
-) -> CausalLM:
-    """Returns the model with the folder's weights.
+) -> M:
+    """Returns the model that `build` makes, with a checkpoint's weights.
 
     Args:
-      folder: a Hugging Face folder with safetensors weights.
-      config: what its config.json says.
-      dtype: of the parameters; the file's floats are rounded to it.
+      build: makes the model; only its shapes and dtypes are used.
+      naming: how the checkpoint may spell its tensors.
+      tensors: the checkpoint; floats are rounded to the parameters' dtype.
+      origin: where it came from, for the error text.
       progress: is called with a line of text now and then.
 
     Raises:
       ModelError: if any tensor is missing, unknown, or has another shape or dtype; the
         text names all of them.
     """
-    model = nnx.eval_shape(
-        lambda: CausalLM(config, dtype=dtype, rngs=nnx.Rngs(params=0))
-    )
+    model = nnx.eval_shape(lambda: build(nnx.Rngs(params=0)))
     table = checkpoint_table(model)
-    tensors = _with_prefix(list_tensors(folder), model)
-    wrong = check_tensors(tensors, table, model)
+    sources, wrong = match_tensors(tensors, table, naming)
     if wrong:
-        raise ModelError(faults(f"weights in {folder} do not fit its config:", wrong))
-    progress(f"loading {len(table)} tensors as {jnp.dtype(dtype).name}")
+        raise ModelError(faults(f"weights in {origin} do not fit its config:", wrong))
     graphdef, state = nnx.split(model)
-    sources = _by_path(table)
+    flat = nnx.to_flat_state(state)
+    progress(f"loading {len(table)} tensors as {flat[0][1].get_value().dtype}")
+    by_path = _by_path(table)
     filled = [
-        (path, variable.replace(_build(variable, sources[path], tensors)))
-        for path, variable in nnx.to_flat_state(state)
+        (path, variable.replace(_build(variable, by_path[path], sources)))
+        for path, variable in flat
     ]
     return nnx.merge(graphdef, nnx.from_flat_state(filled))
 
 
-def _with_prefix(tensors: Tensors, model: CausalLM) -> Tensors:
-    """Returns the tensors with the names that a whole model gives them.
-
-    A checkpoint that was saved from the body alone leaves out the body's own name; the
-    hub's `gpt2` is one.
-    """
-    body, embedding = model.body_name, _embedding(model)
-    if embedding in tensors or embedding.removeprefix(f"{body}.") not in tensors:
-        return tensors
-    whole = (f"{body}.", "lm_head.")
-    return {
-        name if name.startswith(whole) else f"{body}.{name}": tensor
-        for name, tensor in tensors.items()
-    }
-
-
-def _embedding(model: CausalLM) -> str:
-    return f"{model.body_name}.{model.body.embedding_name}.weight"
-
-
-def check_tensors(tensors: Tensors, table: Table, model: CausalLM) -> list[str]:
-    """Returns a line for everything in the file that does not fit the table."""
-    missing = [f"{name}: missing" for name in sorted(table.keys() - tensors.keys())]
-    if TIED_HEAD in table and TIED_HEAD not in tensors:
+def match_tensors(
+    tensors: Tensors, table: Table, naming: Naming
+) -> tuple[dict[str, StoredTensor], list[str]]:
+    """Returns the tensor for each name of the table, and a line for each misfit."""
+    found: dict[str, StoredTensor] = {}
+    unknown, misfits = [], []
+    for name, stored in sorted(tensors.items()):
+        place = next((p for p in naming.spellings(name) if p in table), None)
+        if place is not None:
+            misfits += _misfit(name, stored, table[place].shape)
+            if place in found:
+                misfits.append(f"{name}: is in the file twice, also as {place}")
+            found[place] = stored
+        elif name in naming.tied:
+            misfits += _tied_misfit(name, naming.tied[name], tensors)
+        elif not name.endswith(COMPUTED_SUFFIXES) and not name.startswith(
+            naming.unused
+        ):
+            unknown.append(f"{name}: not a tensor of this model")
+    missing = [f"{name}: missing" for name in sorted(table.keys() - found.keys())]
+    if HEAD in table and HEAD not in found:
         missing.append(
             "the head is missing: if it is the embedding table, config.json must say "
             '"tie_word_embeddings": true'
         )
-    unknown, misfits = [], []
-    for name, stored in sorted(tensors.items()):
-        if name in table:
-            misfits += _misfit(name, stored, table[name].shape)
-        elif name == TIED_HEAD:
-            misfits += _tied_misfit(tensors, _embedding(model))
-        elif not name.endswith(COMPUTED_SUFFIXES):
-            unknown.append(f"{name}: not a tensor of {model.config.model_type}")
-    return [line for kind in (missing, unknown, misfits) for line in _capped(kind)]
+    kinds = (missing, unknown, misfits)
+    return found, [line for kind in kinds for line in _capped(kind)]
 
 
 def _capped(lines: list[str]) -> list[str]:
@@ -123,16 +114,15 @@ def _misfit(name: str, stored: StoredTensor, expected: tuple[int, ...]) -> list[
     return []
 
 
-def _tied_misfit(tensors: Tensors, embedding: str) -> list[str]:
-    """A tied head may be in the file, but then it must be the embedding table."""
-    head, table = tensors[TIED_HEAD], tensors.get(embedding)
-    if table is None:
+def _tied_misfit(name: str, twin: str, tensors: Tensors) -> list[str]:
+    """A tied tensor may be in the file, but then it must equal its twin."""
+    if twin not in tensors:
         return []
-    misfit = _misfit(TIED_HEAD, head, table.shape)
-    if misfit or np.array_equal(head.read(), table.read()):
+    misfit = _misfit(name, tensors[name], tensors[twin].shape)
+    if misfit or np.array_equal(tensors[name].read(), tensors[twin].read()):
         return misfit
     return [
-        f"{TIED_HEAD}: differs from {embedding} although config.json ties them; set "
+        f"{name}: differs from {twin} although config.json ties them; set "
         '"tie_word_embeddings": false or remove the tensor'
     ]
 

@@ -4,18 +4,16 @@ Attribute names are those of its checkpoints (`transformer.h.0.attn.c_attn`), so
 tensors and adapters find their modules by path.
 """
 
-from typing import ClassVar
-
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from lora_jax.models.activations import ACTIVATIONS
 from lora_jax.models.attend import attend, causal, seen_in_cache
 from lora_jax.models.cache import KVCache, write_position
 from lora_jax.models.config import ModelConfig
 from lora_jax.models.linear import Conv1D, plain_embed
-from lora_jax.models.mlp import ACTIVATIONS
 from lora_jax.models.norm import LayerNorm
 
 
@@ -107,13 +105,7 @@ class GPT2Layer(nnx.Module):
 
 
 class GPT2Decoder(nnx.Module):
-    """Everything but the head.
-
-    Attributes:
-      embedding_name: static path of the token embedding.
-    """
-
-    embedding_name: ClassVar[str] = "wte"
+    """Everything but the head."""
 
     def __init__(self, config: ModelConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
         d = config.hidden_size

@@ -1,25 +1,13 @@
 """The gated feed-forward block: `down(act(gate(x)) * up(x))`."""
 
-from collections.abc import Callable
-
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from lora_jax.models.activations import ACTIVATIONS
 from lora_jax.models.config import ModelConfig
 from lora_jax.models.linear import linear_of_parts, plain_linear
-
-ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
-    "silu": jax.nn.silu,
-    "swish": jax.nn.silu,
-    "relu": jax.nn.relu,
-    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
-    "gelu_new": lambda x: jax.nn.gelu(x, approximate=True),
-    "gelu_pytorch_tanh": lambda x: jax.nn.gelu(x, approximate=True),
-}
-"""Hugging Face's `hidden_act` names."""
 
 
 class GatedMLP(nnx.Module):

@@ -36,10 +36,43 @@ class Target:
 
 Table = dict[str, Target]
 
-COMPUTED_SUFFIXES = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
+
+@dataclasses.dataclass(frozen=True)
+class Naming:
+    """How a checkpoint may spell its tensors otherwise than the model's paths.
+
+    Attributes:
+      left_out: prefix that a checkpoint of the body alone leaves out, `"model."`.
+      put_before: prefixes that a checkpoint of a larger model puts before.
+      tied: tensor -> the one that it must equal if it is in the file at all.
+      unused: beginnings of tensors that belong to a head which this model has not.
+    """
+
+    left_out: str
+    put_before: tuple[str, ...]
+    tied: Mapping[str, str]
+    unused: tuple[str, ...]
+
+    def spellings(self, name: str) -> list[str]:
+        """Returns the paths that a tensor of the file may mean, the likeliest first."""
+        shorter = [
+            name.removeprefix(prefix)
+            for prefix in self.put_before
+            if name.startswith(prefix)
+        ]
+        return [name, self.left_out + name, *shorter]
+
+
+COMPUTED_SUFFIXES = (
+    ".rotary_emb.inv_freq",
+    ".attn.bias",
+    ".attn.masked_bias",
+    "embeddings.position_ids",
+)
 """Buffers of old checkpoints that the config gives as well; read and left.
 
-The last two are GPT-2's causal masks; no layer that is built here has such a bias.
+The middle two are GPT-2's causal masks, the last is BERT's; no layer that is built here
+has such a parameter.
 """
 
 

@@ -28,6 +28,13 @@ class Reader:
             return value
         return self._wrong(key, "a positive whole number", 1)
 
+    def index(self, key: str) -> int:
+        """Returns a whole number of at least 0."""
+        value = self.values.get(key)
+        if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+            return value
+        return self._wrong(key, "a whole number of at least 0", 0)
+
     def positive_or(self, key: str, default: int) -> int:
         """Returns a whole number of at least 1, or `default` for null or nothing."""
         return default if self.values.get(key) is None else self.positive(key)

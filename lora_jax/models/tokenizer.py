@@ -55,6 +55,11 @@ class Tokenizer:
         """
         return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
 
+    def encode_pair(self, text: str, pair: str) -> tuple[list[int], list[int]]:
+        """Returns the token ids of two texts as one input, and each token's segment."""
+        encoding = self.backend.encode(text, pair)
+        return encoding.ids, encoding.type_ids
+
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Returns the text of token ids."""
         return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)

@@ -24,11 +24,20 @@ SIZES = {
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """A folder that transformers saved, and what its model answers for `tokens`."""
+    """A folder that transformers saved, and what its model answers for `tokens`.
+
+    Attributes:
+      tokens: `(2, 20)`; the second row is shorter, see `mask`.
+      mask: which tokens are not padding.
+      token_types: segments, for models that have them.
+      output: logits, scores, or the last hidden states if there is no head.
+    """
 
     folder: Path
     tokens: np.ndarray
-    logits: np.ndarray
+    mask: np.ndarray
+    token_types: np.ndarray
+    output: np.ndarray
 
 
 @pytest.fixture(scope="session")
@@ -38,23 +47,51 @@ def save_tiny(
     """Returns a function that makes a random model of a family and saves it."""
 
     def save(
-        model_type: str, changes: Mapping[str, object], **save_options: object
+        model_type: str,
+        changes: Mapping[str, object],
+        *,
+        auto: str = "AutoModelForCausalLM",
+        **save_options: object,
     ) -> Checkpoint:
         import torch
-        from transformers import AutoConfig, AutoModelForCausalLM
+        import transformers
 
         torch.manual_seed(0)
-        config = AutoConfig.for_model(model_type, **{**SIZES, **changes})
-        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+        values = {**SIZES, **changes}
+        config = transformers.AutoConfig.for_model(model_type, **values)
+        model = getattr(transformers, auto).from_config(
+            config, attn_implementation="eager"
+        )
         _make_visible(model)
         folder = tmp_path_factory.mktemp(model_type)
         model.save_pretrained(folder, **save_options)
-        tokens = np.random.default_rng(1).integers(1, config.vocab_size, (2, 20))
+        inputs = _inputs(config.vocab_size, config.pad_token_id)
+        used = dict(inputs)
+        if "bert" not in model_type:
+            del used["token_type_ids"]
         with torch.no_grad():
-            logits = model.eval()(torch.tensor(tokens)).logits
-        return Checkpoint(folder, tokens.astype(np.int32), logits.numpy())
+            output = model.eval()(**{k: torch.tensor(v) for k, v in used.items()})[0]
+        return Checkpoint(
+            folder,
+            inputs["input_ids"].astype(np.int32),
+            inputs["attention_mask"].astype(bool),
+            inputs["token_type_ids"].astype(np.int32),
+            output.numpy(),
+        )
 
     return save
+
+
+def _inputs(vocab_size: int, pad_token_id: int) -> dict[str, np.ndarray]:
+    """Returns two texts of 20 and 13 tokens, padded on the right, of two segments."""
+    tokens = np.random.default_rng(1).integers(3, vocab_size, (2, 20))
+    mask = np.arange(20)[None] < np.array([[20], [13]])
+    types = np.broadcast_to(np.arange(20)[None] >= 9, (2, 20)).astype(np.int64)
+    return {
+        "input_ids": np.where(mask, tokens, pad_token_id),
+        "attention_mask": mask.astype(np.int64),
+        "token_type_ids": types,
+    }
 
 
 def _make_visible(model) -> None:

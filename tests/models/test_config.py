@@ -1,11 +1,9 @@
 """What a config.json means, in every spelling, and how it is refused."""
 
-import json
-
 import pytest
 
 from lora_jax.errors import ModelError
-from lora_jax.models.config import config_from_dict, read_config
+from lora_jax.models.config import config_from_dict
 from lora_jax.models.rotary import DefaultRotary, LinearRotary, Llama3Rotary, YarnRotary
 
 LLAMA = {
@@ -141,21 +139,11 @@ def test_an_unknown_model_type_names_the_known_ones():
         read(**{**LLAMA, "model_type": "mamba"})
 
 
-@pytest.mark.parametrize(
-    ("text", "match"),
-    [
-        (None, "has no config.json"),
-        ("{", "is not JSON"),
-        ("[]", "holds list, expected an object"),
-    ],
-)
-def test_an_unreadable_config_says_so(tmp_path, text, match):
-    if text is not None:
-        (tmp_path / "config.json").write_text(text)
-    with pytest.raises(ModelError, match=match):
-        read_config(tmp_path)
-
-
-def test_a_folders_config_is_read(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
-    assert read_config(tmp_path) == read(**LLAMA)
+def test_a_classifier_has_the_labels_of_its_config():
+    values = {**LLAMA, "architectures": ["LlamaForSequenceClassification"]}
+    named = read(**values, id2label={"1": "good", "0": "bad"})
+    assert (named.head, named.labels) == ("classifier", ("bad", "good"))
+    assert read(**values, num_labels=3).labels == ("LABEL_0", "LABEL_1", "LABEL_2")
+    assert read(**values).labels == ("LABEL_0", "LABEL_1")
+    with pytest.raises(ModelError, match=r"id2label has ids \['0', '2'\], expected"):
+        read(**values, id2label={"0": "a", "2": "b"})

@@ -110,7 +110,7 @@ def test_all_tensors_that_do_not_fit_are_named_in_one_error(tmp_path):
     for line in (
         "model.layers.0.mlp.up_proj.weight: missing",
         "model.layers.1.self_attn.k_proj.bias: missing",
-        "model.layers.0.self_attn.q_proj.lora_A: not a tensor of qwen3",
+        "model.layers.0.self_attn.q_proj.lora_A: not a tensor of this model",
         "model.norm.weight: shape [5], expected [16]",
         "model.layers.1.input_layernorm.weight: dtype I8, supported: F32, F16, BF16",
     ):
@@ -146,6 +146,15 @@ def test_old_rotary_buffers_are_left(tmp_path):
     weights = tensors()
     weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(2, np.float32)
     load_model(save(tmp_path, weights))
+
+
+def test_a_checkpoint_of_the_body_alone_may_leave_out_its_name(tmp_path):
+    weights = tensors(tie_word_embeddings=True)
+    short = {name.removeprefix("model."): value for name, value in weights.items()}
+    load_model(save(tmp_path, short, tie_word_embeddings=True))
+    short["model.norm.weight"] = short["norm.weight"]
+    with pytest.raises(ModelError, match=r"norm\.weight: is in the file twice"):
+        load_model(save(tmp_path, short, tie_word_embeddings=True))
 
 
 def test_a_dtype_that_cannot_be_computed_is_refused(tmp_path):
