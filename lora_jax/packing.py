@@ -14,6 +14,7 @@ from lora_jax.adapters import Adapter, AdapterPart, TokenRows, match_modules
 from lora_jax.errors import AdapterError, faults
 from lora_jax.layers import Sites
 from lora_jax.layers.base import HostSlot
+from lora_jax.layers.stacked import stack_hosts
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,11 +26,13 @@ class Packed:
       sites: site name -> array name -> host values, each the corner of its slot's
         shape; sites without weights of the adapter are absent (their slot is zeros).
       placed: adapter module -> site that holds it.
+      left_out: adapter module -> domain that the options leave alone ("tower").
     """
 
     name: str
     sites: Mapping[str, HostSlot] = field(repr=False)
     placed: Mapping[str, str] = field(repr=False)
+    left_out: Mapping[str, str] = field(default_factory=dict, repr=False)
 
     @property
     def nbytes(self) -> int:
@@ -49,36 +52,62 @@ def pack(adapter: Adapter, sites: Sites, dtype: np.dtype) -> Packed:
       AdapterError: naming every module that has no site, and every pair whose kind,
         width or rank its site cannot hold.
     """
-    matched, unknown = match_modules(adapter.parts, sites.targets)
+    known = {*sites.targets, *sites.left_out}
+    found, unknown = match_modules(adapter.parts, known)
+    matched = {m: name for m, name in found.items() if name in sites.targets}
+    left_out = {m: sites.left_out[n] for m, n in found.items() if m not in matched}
     problems = _unknown_modules(unknown, sites)
-    grouped: dict[str, dict[int | None, AdapterPart]] = {}
+    grouped: Grouped = {}
     for module, name in matched.items():
         target = sites.targets[name]
         weights = adapter.parts[module]
         layer = sites[target.site]
         problems += [f"{module}: {text}" for text in layer.faults(target.part, weights)]
-        taken = grouped.setdefault(target.site, {})
+        taken = grouped.setdefault((target.site, target.layer), {})
         if target.part in taken or (taken and None in (target.part, *taken)):
             problems.append(f"{module}: another module of the file has this place too.")
         taken[target.part] = weights
     problems += _tie_token_rows(grouped, sites)
     if not adapter.parts:
         problems.append("the adapter adapts no module.")
+    if left_out and not matched:
+        domains = " and ".join(sorted(set(left_out.values())))
+        problems.append(
+            f"it adapts the {domains} alone; set enable_tower_connector_lora=True."
+        )
     if problems:
         headline = f"adapter {adapter.name!r} cannot be served by this model:"
         raise AdapterError(faults(headline, problems))
-    packed = {name: sites[name].pack(parts, dtype) for name, parts in grouped.items()}
+    packed = _pack_sites(grouped, sites, dtype)
     placed = {module: sites.targets[name].site for module, name in matched.items()}
-    return Packed(adapter.name, packed, placed)
+    return Packed(adapter.name, packed, placed, left_out)
 
 
-def _tie_token_rows(
-    grouped: dict[str, dict[int | None, AdapterPart]], sites: Sites
-) -> list[str]:
+Grouped = dict[tuple[str, int | None], dict[int | None, AdapterPart]]
+"""(site, layer of a stack or None) -> part -> weights."""
+
+
+def _pack_sites(grouped: Grouped, sites: Sites, dtype: np.dtype) -> dict[str, HostSlot]:
+    packed: dict[str, HostSlot] = {}
+    stacks: dict[str, dict[int, HostSlot]] = {}
+    for (name, layer), parts in grouped.items():
+        slot = sites[name].pack(parts, dtype)
+        if layer is None:
+            packed[name] = slot
+        else:
+            stacks.setdefault(name, {})[layer] = slot
+    for name, slots in stacks.items():
+        layers = sites[name].lora_site.layers
+        assert layers is not None  # only stacks have targets with a layer
+        packed[name] = stack_hosts(slots, layers)
+    return packed
+
+
+def _tie_token_rows(grouped: Grouped, sites: Sites) -> list[str]:
     """Rows trained in an embedding are also the rows of a head that is tied to it."""
     rows = [
         part
-        for name, parts in grouped.items()
+        for (name, _), parts in grouped.items()
         if name != sites.tied_head
         for part in parts.values()
         if isinstance(part, TokenRows)
@@ -90,7 +119,7 @@ def _tie_token_rows(
             f"{sites.tied_head} is tied to the embedding whose tokens were trained, "
             "and target_modules leaves it out; add it."
         ]
-    grouped.setdefault(sites.tied_head, {0: rows[0]})
+    grouped.setdefault((sites.tied_head, None), {0: rows[0]})
     return []
 
 

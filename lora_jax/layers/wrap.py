@@ -6,6 +6,7 @@ base layers can be wrapped is the WRAPPERS table; a subclass of a row's type cou
 that type, and its own forward is kept.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from lora_jax.config import LoRAConfig
 from lora_jax.errors import ConfigError, ModelError, faults
 from lora_jax.layers.base import LoRALayer, LoRARouting, LoRASlots, Shape, Site
 from lora_jax.layers.classifier import LoRAClassifier
+from lora_jax.layers.domains import check_multimodal, domain_of, is_left_out
 from lora_jax.layers.einsum import describe_einsum, describe_general
 from lora_jax.layers.embed import LoRAEmbed, describe_embed
 from lora_jax.layers.head import LoRAHead
@@ -26,6 +28,12 @@ from lora_jax.layers.linear import (
     describe_linear,
 )
 from lora_jax.layers.naming import other_names
+from lora_jax.layers.stacked import (
+    numbered,
+    stack_size,
+    stacked_prefix,
+    stacked_routing,
+)
 from lora_jax.models.head import TiedHead
 from lora_jax.models.linear import FusedLinear
 from lora_jax.shapes import PROMPTS, TOKENS
@@ -74,10 +82,12 @@ sampled token or pooled prompt, not one for each token."""
 
 @dataclass(frozen=True)
 class Target:
-    """Where an adapter's module lands: a part of a site, or (None) all its parts."""
+    """Where an adapter's module lands: a part of a site, or (None) all its parts; of a
+    stack of layers, in which one."""
 
     site: str
     part: int | None
+    layer: int | None = None
 
 
 @dataclass(frozen=True)
@@ -87,15 +97,19 @@ class Sites(Mapping[str, LoRALayer]):
     Attributes:
       layers: site name -> layer, in the order of the model.
       targets: every module path by which an adapter may name a site or a part.
-      routings: domain -> the routing variable that its layers share.
+      routings: (domain, layers of a stack or None) -> the routing variable that such
+        layers share.
       tied_head: name of the head whose weights are the embedding table, if there is
         one; it need not be a site.
+      left_out: names that adapters may hold but that the options leave alone -> their
+        domain ("tower", "connector").
     """
 
     layers: dict[str, LoRALayer]
     targets: dict[str, Target] = field(repr=False)
-    routings: dict[str, LoRARouting] = field(repr=False)
+    routings: dict[tuple[str, int | None], LoRARouting] = field(repr=False)
     tied_head: str | None = None
+    left_out: dict[str, str] = field(default_factory=dict, repr=False)
 
     def __getitem__(self, name: str) -> LoRALayer:
         """Returns the layer of a site."""
@@ -109,6 +123,12 @@ class Sites(Mapping[str, LoRALayer]):
         """Returns the number of LoRA layers."""
         return len(self.layers)
 
+    def show_routing(self, domain: str, routing: object) -> None:
+        """Makes `routing` (or None) what the layers of a domain see."""
+        for (own, layers), variable in self.routings.items():
+            if own == domain:
+                variable.set_value(stacked_routing(routing, layers))
+
 
 def wrap(model: nnx.Module, config: LoRAConfig) -> Sites:
     """Puts LoRA layers with empty slots in the place of the model's layers.
@@ -120,10 +140,13 @@ def wrap(model: nnx.Module, config: LoRAConfig) -> Sites:
     Returns:
       The sites, their slots still without arrays (`bank.empty_bank` makes them).
     Raises:
-      ConfigError: if a target module matches nothing, or what cannot be wrapped.
+      ConfigError: if a target module matches nothing, or what cannot be wrapped; if an
+        option is for multimodal models and this is none.
       ModelError: if the model has no layer that can carry LoRA.
     """
     unwrap(model)
+    prefixes = getattr(type(model), "lora_domains", {})
+    check_multimodal(type(model).__name__, prefixes, config)
     packed = getattr(type(model), "packed_modules_mapping", {})
     found = [_candidate(paths, layer) for paths, layer in _layers_with_paths(model)]
     chosen = [
@@ -137,10 +160,10 @@ def wrap(model: nnx.Module, config: LoRAConfig) -> Sites:
             f"{type(model).__name__} has no layer that can carry LoRA; known types: "
             f"{', '.join(kind.__name__ for kind in WRAPPERS)}."
         )
-    prefixes = getattr(type(model), "lora_domains", {})
     layers: dict[str, LoRALayer] = {}
     targets: dict[str, Target] = {}
-    routings: dict[str, LoRARouting] = {}
+    routings: dict[tuple[str, int | None], LoRARouting] = {}
+    left_out: dict[str, str] = {}
     for candidate in chosen:
         name, layer, row = candidate.paths[0], candidate.layer, candidate.wrapper
         assert candidate.shape is not None  # the chosen ones have shapes
@@ -148,25 +171,30 @@ def wrap(model: nnx.Module, config: LoRAConfig) -> Sites:
         site = Site(
             name=name,
             kind=row.kind,
-            domain=_domain(name, prefixes, PROMPTS if is_head else TOKENS),
+            domain=domain_of(name, prefixes, PROMPTS if is_head else TOKENS),
             shape=candidate.shape,
             max_rank=config.max_lora_rank,
             max_labels=config.max_lora_cls_labels,
+            layers=stack_size(layer, candidate.shape.size),
         )
-        routing = routings.setdefault(site.domain, LoRARouting(None))
+        reached = _targets(model, site, candidate.paths)
+        if is_left_out(site.domain, config):
+            left_out |= dict.fromkeys(reached, site.domain)
+            continue
+        routing = _shared(routings, site.domain, site.layers)
         _set_class(layer, _subclass(row.mixin, type(layer)))
         layer.lora_site = site  # type: ignore[attr-defined]
         layer.lora_slots = LoRASlots(None)  # type: ignore[attr-defined]
         layer.lora_routing = routing  # type: ignore[attr-defined]
         if issubclass(row.mixin, LoRAHead):
-            tokens = routings.setdefault(TOKENS, LoRARouting(None))
+            tokens = _shared(routings, TOKENS, None)
             layer.lora_token_routing = tokens  # type: ignore[attr-defined]
         layers[name] = layer  # type: ignore[assignment]
-        targets |= _targets(site, candidate.paths)
+        targets |= reached
     aliases = other_names(targets, config.module_names or {})
     targets |= {name: targets[path] for name, path in aliases.items()}
     tied = (c.paths[0] for c in found if isinstance(c.layer, TiedHead))
-    return Sites(layers, targets, routings, next(tied, None))
+    return Sites(layers, targets, routings, next(tied, None), left_out)
 
 
 def unwrap(model: nnx.Module) -> None:
@@ -244,7 +272,27 @@ def _layers_with_paths(model: nnx.Module) -> list[tuple[list[str], nnx.Module]]:
     return list(found.values())
 
 
-def _targets(site: Site, paths: list[str]) -> dict[str, Target]:
+def _shared(
+    routings: dict[tuple[str, int | None], LoRARouting], domain: str, layers: int | None
+) -> LoRARouting:
+    return routings.setdefault((domain, layers), LoRARouting(None))
+
+
+def _targets(model: nnx.Module, site: Site, paths: list[str]) -> dict[str, Target]:
+    """Every name of a site and its parts; of a stack, those of each layer."""
+    reached = _one_layer(site, paths)
+    if site.layers is None:
+        return reached
+    prefix = stacked_prefix(model, site.name, site.layers)
+    return {
+        numbered(name, prefix, layer): dataclasses.replace(target, layer=layer)
+        for name, target in reached.items()
+        if name.startswith(prefix)
+        for layer in range(site.layers)
+    }
+
+
+def _one_layer(site: Site, paths: list[str]) -> dict[str, Target]:
     if len(site.parts) == 1:
         return {path: Target(site.name, 0) for path in paths}
     reached = {path: Target(site.name, None) for path in paths}
@@ -309,9 +357,3 @@ def _check_targets(
 def _last_names(found: list[_Candidate]) -> list[str]:
     carriers = [candidate for candidate in found if candidate.shape]
     return sorted({p.rpartition(".")[2] for c in carriers for p in c.paths})
-
-
-def _domain(name: str, prefixes: Mapping[str, str], default: str) -> str:
-    """The domain of the longest prefix (at a dot) that the model names."""
-    hits = [prefix for prefix in prefixes if f"{name}.".startswith(f"{prefix}.")]
-    return prefixes[max(hits, key=len)] if hits else default

@@ -117,20 +117,30 @@ def test_a_subclass_keeps_its_own_forward():
     assert isinstance(model.fc, Doubling)
 
 
+class Vision(nnx.Module):
+    """A tower, a connector inside of its path, and a language layer named alike."""
+
+    lora_domains: ClassVar = {"visual": "tower", "visual.merger": "connector"}
+
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.visual = nnx.Dict(
+            proj=nnx.Linear(2, 2, rngs=rngs), merger=nnx.Linear(2, 2, rngs=rngs)
+        )
+        self.visualizer = nnx.Linear(2, 2, rngs=rngs)
+
+
 def test_domains_follow_the_longest_prefix():
-    class Vision(nnx.Module):
-        lora_domains: ClassVar = {"visual": "tower", "visual.merger": "connector"}
-
-        def __init__(self):
-            rngs = nnx.Rngs(0)
-            self.visual = nnx.Dict(
-                proj=nnx.Linear(2, 2, rngs=rngs), merger=nnx.Linear(2, 2, rngs=rngs)
-            )
-            self.visualizer = nnx.Linear(2, 2, rngs=rngs)
-
-    sites = wrap(Vision(), LoRAConfig())
+    sites = wrap(Vision(), LoRAConfig(enable_tower_connector_lora=True))
     assert {name: layer.lora_site.domain for name, layer in sites.items()} == {
         "visual.merger": "connector",
         "visual.proj": "tower",
         "visualizer": "tokens",
     }
+    assert sites.left_out == {}
+
+
+def test_tower_and_connector_stay_as_they_are_unless_enabled():
+    sites = wrap(Vision(), LoRAConfig())
+    assert list(sites) == ["visualizer"]
+    assert sites.left_out == {"visual.merger": "connector", "visual.proj": "tower"}
