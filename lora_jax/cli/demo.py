@@ -30,7 +30,7 @@ from lora_jax.models import (
     DEFAULT_MODEL,
     CausalLM,
     Tokenizer,
-    load_model,
+    load_causal_lm,
     load_tokenizer,
 )
 from lora_jax.serving import (
@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
     rank = largest_rank(folders, None)
     keep_compiled_programs()
     with progress(f"getting and loading {args.model}") as say:
-        model = load_model(args.model, progress=say)
+        model = load_causal_lm(args.model, progress=say)
         tokenizer = load_tokenizer(args.model)
     requests = _requests(args, lines, model, tokenizer)
     with progress(f"loading {len(folders)} adapters"):

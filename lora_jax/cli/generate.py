@@ -24,7 +24,7 @@ from lora_jax.cli.sources import (
 from lora_jax.config import LoRAConfig
 from lora_jax.errors import AdapterError, RequestError, faults
 from lora_jax.manager import LRUCacheLoRAModelManager
-from lora_jax.models import CausalLM, Tokenizer, load_model, load_tokenizer
+from lora_jax.models import CausalLM, Tokenizer, load_causal_lm, load_tokenizer
 from lora_jax.serving import (
     CompilationCounter,
     Engine,
@@ -138,7 +138,7 @@ def run(args: argparse.Namespace) -> int:
     rank = largest_rank(folders, args.max_lora_rank)
     keep_compiled_programs()
     with progress(f"loading {args.model}") as say:
-        model = load_model(args.model, args.dtype, progress=say)
+        model = load_causal_lm(args.model, args.dtype, progress=say)
         tokenizer = load_tokenizer(args.model)
     options = Options(
         max_tokens=args.max_tokens,

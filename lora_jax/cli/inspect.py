@@ -11,7 +11,7 @@ from lora_jax.cli.console import output, print_error, table
 from lora_jax.config import LoRAConfig
 from lora_jax.errors import AdapterError
 from lora_jax.layers import wrap
-from lora_jax.models import CausalLM, read_config, resolve_model
+from lora_jax.models import build_model, read_config, resolve_model
 from lora_jax.packing import pack
 
 SUMMARY = "say what an adapter is, and whether a model can serve it"
@@ -57,7 +57,7 @@ def refusal_of(adapter: Adapter, model: str) -> str | None:
 
     config = read_config(resolve_model(model))
     shapes = nnx.eval_shape(
-        lambda: CausalLM(config, dtype=jnp.float32, rngs=nnx.Rngs(0))
+        lambda: build_model(config, dtype=jnp.float32, rngs=nnx.Rngs(0))
     )
     sites = wrap(shapes, LoRAConfig(max_lora_rank=max(1, adapter.rank)))
     try:
