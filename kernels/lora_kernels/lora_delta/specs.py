@@ -185,3 +185,54 @@ def site_specs(model: str, workload: Spec) -> tuple[Spec, ...]:
         )
         for site, (d_in, part_widths) in SITES[model].items()
     )
+
+
+SQUARE = Spec(name="square-2048", tokens=1, slots=8, d_in=2048, part_widths=(2048,))
+"""One projection of a 1B-class model; eight slots."""
+
+
+def by_tokens(workload: Spec, tokens: tuple[int, ...]) -> tuple[Spec, ...]:
+    """Returns the workload at each number of tokens, named `name/t<tokens>`."""
+    return tuple(
+        dataclasses.replace(workload, name=f"{workload.name}/t{count}", tokens=count)
+        for count in tokens
+    )
+
+
+def suites() -> dict[str, tuple[Spec, ...]]:
+    """Returns the named lists of workloads that the benchmark runs.
+
+    tokens: one projection, one to 512 tokens, eight adapters, all in the batch.
+    smollm2: decode and prefill of SmolLM2-135M at its four fused sites.
+    mixes: how the time of 32 decode rows over 32 slots depends on who is in the batch.
+    ranks: 31 rows of rank 8 and one of rank 256, against 32 rows of rank 8.
+    llama3: decode and prefill of Llama-3-8B in bfloat16; for GPUs.
+    """
+    eight = dataclasses.replace(SQUARE, distribution="distinct")
+    many = dataclasses.replace(SQUARE, slots=32, tokens=32)
+    decode = Spec(name="decode-t16", tokens=16, slots=8, distribution="distinct")
+    prefill = dataclasses.replace(decode, name="prefill-t512", tokens=512)
+    low = dataclasses.replace(
+        many, name="ranks/all-8", ranks=(8,), max_rank=256, distribution="distinct"
+    )
+    one_high = dataclasses.replace(low, name="ranks/one-256", ranks=(8,) * 31 + (256,))
+    large = Spec(name="", tokens=1, slots=32, dtype="bfloat16", distribution="distinct")
+    return {
+        "tokens": by_tokens(eight, (1, 8, 32, 128, 512)),
+        "smollm2": (
+            *site_specs("smollm2-135m", decode),
+            *site_specs("smollm2-135m", prefill),
+        ),
+        "mixes": tuple(
+            dataclasses.replace(many, name=f"mix/{mix}", distribution=mix)
+            for mix in DISTRIBUTIONS
+        ),
+        "ranks": (low, one_high),
+        "llama3": tuple(
+            spec
+            for name, tokens in [("decode-t32", 32), ("prefill-t2048", 2048)]
+            for spec in site_specs(
+                "llama-3-8b", dataclasses.replace(large, name=name, tokens=tokens)
+            )
+        ),
+    }

@@ -1,0 +1,124 @@
+"""Measured points -> a table, a JSON file that says where, and a log-log plot."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import jax
+
+from lora_kernels.lora_delta.cost import Peaks
+
+if TYPE_CHECKING:
+    from lora_kernels.lora_delta.bench import Point
+
+COLUMNS = "{:32.32} {:>16.16} {:>10} {:>10} {:>10} {:>9} {:>9}"
+"""Width of the table's columns, in characters."""
+
+VERSIONED = ("jax", "jaxlib", "numpy", "torch", "triton", "jax-triton")
+"""Packages whose versions a result names, where they are installed."""
+
+
+def header() -> str:
+    """Returns the table's first line; times are of one op."""
+    return COLUMNS.format(
+        "spec", "implementation", "median us", "p10", "p90", "roofline", "of base"
+    )
+
+
+def rows(points: Sequence[Point]) -> str:
+    """Returns one line for each point."""
+    return "\n".join(_row(point) for point in points)
+
+
+def _row(point: Point) -> str:
+    if point.median_us is None:
+        return f"{point.spec:32.32} {point.implementation:>16.16} {point.refusal}"
+    return COLUMNS.format(
+        point.spec,
+        point.implementation,
+        f"{point.median_us:.1f}",
+        f"{point.p10_us:.1f}",
+        f"{point.p90_us:.1f}",
+        f"{point.roofline:.1%}",
+        f"{point.base_ratio:.2f}x",
+    )
+
+
+def environment() -> dict[str, object]:
+    """Returns where the numbers come from: date, device, processor, versions."""
+    device = jax.devices()[0]
+    return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "platform": device.platform,
+        "device": device.device_kind,
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "load_average": os.getloadavg()[0],
+        "python": platform.python_version(),
+        "versions": {name: _version(name) for name in VERSIONED if _version(name)},
+    }
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.split(":")[1].strip() for line in lines if "model name" in line]
+    return names[0] if names else platform.processor()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def write_json(path: Path, points: Sequence[Point], peaks: dict[str, Peaks]) -> None:
+    """Writes every point, the measured peaks and the environment."""
+    content = {
+        "environment": environment(),
+        "peaks": {dtype: peak._asdict() for dtype, peak in peaks.items()},
+        "points": [dataclasses.asdict(point) for point in points],
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def write_png(path: Path, points: Sequence[Point]) -> None:
+    """Plots the median time of one op against the number of tokens, log-log.
+
+    One line for each implementation and family of specs (a name up to its last slash).
+
+    Raises:
+      ImportError: if matplotlib is not installed.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    lines: dict[str, list[tuple[int, float]]] = {}
+    for point in points:
+        if point.median_us is not None:
+            family = point.spec.rsplit("/", 1)[0]
+            line = lines.setdefault(f"{family} {point.implementation}", [])
+            line.append((point.tokens, point.median_us))
+    figure, axes = plt.subplots(figsize=(8, 6))
+    for label, values in lines.items():
+        tokens, medians = zip(*sorted(values), strict=True)
+        axes.loglog(tokens, medians, marker="o", label=label)
+    axes.set_xlabel("tokens")
+    axes.set_ylabel("microseconds of one op, median")
+    axes.grid(True, which="both", alpha=0.3)
+    axes.legend(fontsize="small")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120, bbox_inches="tight")
+    plt.close(figure)
