@@ -32,7 +32,7 @@ TABLE_BIAS = "table_bias"
 class LoRAClassifier(LoRALinear):
     """Mixin over a linear head that maps pooled rows `(..., d_in)` to labels."""
 
-    def __call__(self, inputs: jax.Array) -> jax.Array:
+    def __call__(self, inputs: jax.Array, *args: object, **kwargs: object) -> jax.Array:
         """Returns each row's logits under its own head.
 
         Args:
@@ -43,7 +43,7 @@ class LoRAClassifier(LoRALinear):
         Raises:
           ValueError: if the routing was made for another number of rows.
         """
-        outputs = super(LoRALinear, self).__call__(inputs)  # type: ignore[misc]
+        outputs = super(LoRALinear, self).__call__(inputs, *args, **kwargs)  # type: ignore[misc]
         routing, slots = self.lora_routing.get_value(), self.lora_slots.get_value()
         if routing is None or set(slots) == {"rank"}:
             return outputs

@@ -1,4 +1,4 @@
-"""Decides which waiting request takes which row. Standard library only.
+"""Decides which waiting request takes which row. Holds no arrays.
 
 The batch has a fixed number of rows. A request waits until a row is free and its
 adapter has, or can get, a slot. Rules:
@@ -17,15 +17,7 @@ It does not know what a slot is made of: `AdapterGate` asks and acts.
 import dataclasses
 from typing import Protocol, runtime_checkable
 
-
-@runtime_checkable
-class Claim(Protocol):
-    """A row's claim on an adapter; see `lora_jax.slots.Hold`."""
-
-    @property
-    def slot(self) -> int:
-        """The slot whose contents stay as they are while the claim lasts."""
-        ...
+from lora_jax.slots import Hold
 
 
 @runtime_checkable
@@ -36,11 +28,11 @@ class AdapterGate(Protocol):
         """Whether the adapter has, or can get, a slot without evicting a held one."""
         ...
 
-    def acquire(self, adapter_id: int) -> Claim:
+    def acquire(self, adapter_id: int) -> Hold:
         """Puts the adapter into a slot and holds it there."""
         ...
 
-    def release(self, claim: Claim) -> None:
+    def release(self, claim: Hold) -> None:
         """Ends a claim."""
         ...
 
@@ -63,7 +55,7 @@ class Ticket:
     request_id: str
     adapter_id: int | None
     passed_over: int = 0
-    claim: Claim | None = None
+    claim: Hold | None = None
 
 
 @dataclasses.dataclass(frozen=True)

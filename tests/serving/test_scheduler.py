@@ -1,16 +1,9 @@
 """The scheduler's rules, against a gate of plain sets."""
 
-import dataclasses
-
 import pytest
 
 from lora_jax.serving.scheduler import Admission, Refusal, Scheduler
-
-
-@dataclasses.dataclass(frozen=True)
-class FakeClaim:
-    adapter_id: int
-    slot: int
+from lora_jax.slots import Hold
 
 
 class FakeGate:
@@ -25,7 +18,7 @@ class FakeGate:
         self.claims = []
 
     def _free(self):
-        held = {claim.adapter_id for claim in self.claims} | self.pinned
+        held = {claim.id for claim in self.claims} | self.pinned
         return [slot for slot, id in enumerate(self.table) if id not in held]
 
     def can_acquire(self, adapter_id):
@@ -36,7 +29,7 @@ class FakeGate:
             raise ValueError(f"adapter {adapter_id} is broken")
         if adapter_id not in self.table:
             self.table[self._free()[0]] = adapter_id
-        claim = FakeClaim(adapter_id, self.table.index(adapter_id))
+        claim = Hold(adapter_id, self.table.index(adapter_id))
         self.claims.append(claim)
         return claim
 
