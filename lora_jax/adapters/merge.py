@@ -5,30 +5,22 @@ one asked for; the report says what the rounding cost. A head tied to the embedd
 untied when the two come to differ.
 """
 
-import json
 import os
-import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import ml_dtypes
 import numpy as np
-from safetensors.numpy import save_file
 
 from lora_jax.adapters.adapter import Adapter
-from lora_jax.adapters.base_folder import CONFIG_NAME, INDEX_NAME, BaseFolder, open_base
+from lora_jax.adapters.base_folder import BaseFolder, open_base
 from lora_jax.adapters.delta import Layer, merge_part
+from lora_jax.adapters.merged_folder import DTYPES, Merged, write_merged
 from lora_jax.adapters.names import match_modules
 from lora_jax.adapters.parts import AdapterPart, FullModule, TokenRows
 from lora_jax.errors import AdapterError, faults
 
 HEAD = "lm_head"
-DTYPES: Mapping[str, np.dtype] = {
-    "float32": np.dtype(np.float32),
-    "float16": np.dtype(np.float16),
-    "bfloat16": np.dtype(ml_dtypes.bfloat16),
-}
 CONV1D_MODELS = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer")
 CONV1D_LAYERS = ("c_attn", "c_proj", "c_fc", "q_attn")
 
@@ -109,15 +101,14 @@ def merge(
     target = Path(output).expanduser()
     if target.exists() and any(target.iterdir()):
         raise AdapterError(f"{target}: is not empty; give a new folder.")
-    merged = {module: _merge_module(plan, module, dtype) for module in plan.parts}
+    layers = {module: _merge_module(plan, module, dtype) for module in plan.parts}
     if plan.faults:
         names = ", ".join(repr(adapter.name) for adapter in adapters)
         headline = f"adapter {names} cannot be merged into {plan.base.path}:"
         raise AdapterError(faults(headline, plan.faults))
-    target.mkdir(parents=True, exist_ok=True)
-    _copy_others(plan.base.path, target)
-    _write_tensors(plan, merged, target, dtype)
-    _write_config(plan, merged, target, dtype)
+    whole = {module: layer for module, layer in layers.items() if layer is not None}
+    merged = Merged(plan.base, whole, plan.embed, plan.head, plan.untied, dtype)
+    write_merged(merged, target)
     return MergeReport(tuple(plan.done), plan.untied)
 
 
@@ -191,7 +182,8 @@ def _merge_module(plan: _Plan, module: str, dtype: str | None) -> Layer | None:
         plan.faults.append(f"{module}: {error}")
         return None
     target = DTYPES[dtype] if dtype else stored.dtype
-    rounded = whole.weight.astype(target)
+    with np.errstate(over="ignore"):  # told below, by module
+        rounded = whole.weight.astype(target)
     plan.done.append(_measure(module, layer.weight, whole.weight, rounded))
     if not np.isfinite(rounded).all():
         plan.faults.append(f"{module}: overflows {target}; ask for a wider dtype")
@@ -237,66 +229,3 @@ def _measure(
     return MergedModule(
         module, change / size if size else np.inf, error / change if change else 0.0
     )
-
-
-def _copy_others(source: Path, target: Path) -> None:
-    """Copies tokenizer and other small files; weights and config are written anew."""
-    for file in source.iterdir():
-        weights = file.suffix in (".safetensors", ".bin", ".pt", ".gguf")
-        if (
-            file.is_file()
-            and not weights
-            and file.name not in (CONFIG_NAME, INDEX_NAME)
-        ):
-            shutil.copyfile(file, target / file.name)
-
-
-def _write_tensors(
-    plan: _Plan, merged: Mapping[str, Layer | None], target: Path, dtype: str | None
-) -> None:
-    index: dict[str, str] = {}
-    total = 0
-    for file, entries in plan.base.files.items():
-        tensors = {name: _tensor(plan, merged, name, dtype) for name in entries}
-        if plan.untied and f"{plan.embed}.weight" in entries:
-            tensors[f"{plan.head}.weight"] = _tensor(
-                plan, merged, f"{plan.head}.weight", dtype
-            )
-        save_file(tensors, target / file.name, {"format": "pt"})
-        index |= dict.fromkeys(tensors, file.name)
-        total += sum(array.nbytes for array in tensors.values())
-    if len(plan.base.files) > 1:
-        content = {"metadata": {"total_size": total}, "weight_map": index}
-        (target / INDEX_NAME).write_text(json.dumps(content, indent=2) + "\n")
-
-
-def _tensor(
-    plan: _Plan, merged: Mapping[str, Layer | None], name: str, dtype: str | None
-) -> np.ndarray:
-    module, _, kind = name.rpartition(".")
-    layer = merged.get(module)
-    own = {"weight": layer.weight, "bias": layer.bias} if layer is not None else {}
-    array = own.get(kind)
-    if array is None:
-        array = plan.base.read(name)
-        if dtype and array.dtype in (*DTYPES.values(), np.dtype(np.float64)):
-            array = array.astype(DTYPES[dtype])
-    return np.ascontiguousarray(array)
-
-
-def _write_config(
-    plan: _Plan, merged: Mapping[str, Layer | None], target: Path, dtype: str | None
-) -> None:
-    config = dict(plan.base.config)
-    text = config.get("text_config")
-    if plan.untied:
-        config["tie_word_embeddings"] = False
-        if isinstance(text, dict):
-            config["text_config"] = text | {"tie_word_embeddings": False}
-    embed = merged.get(plan.embed)
-    if embed is not None and "vocab_size" in config:
-        config["vocab_size"] = embed.weight.shape[0]
-    for key in ("dtype", "torch_dtype"):
-        if dtype and key in config:
-            config[key] = dtype
-    (target / CONFIG_NAME).write_text(json.dumps(config, indent=2) + "\n")
