@@ -27,12 +27,14 @@ class Packed:
         shape; sites without weights of the adapter are absent (their slot is zeros).
       placed: adapter module -> site that holds it.
       left_out: adapter module -> domain that the options leave alone ("tower").
+      domains: domains of the sites that it adapts.
     """
 
     name: str
     sites: Mapping[str, HostSlot] = field(repr=False)
     placed: Mapping[str, str] = field(repr=False)
     left_out: Mapping[str, str] = field(default_factory=dict, repr=False)
+    domains: frozenset[str] = frozenset()
 
     @property
     def nbytes(self) -> int:
@@ -80,7 +82,8 @@ def pack(adapter: Adapter, sites: Sites, dtype: np.dtype) -> Packed:
         raise AdapterError(faults(headline, problems))
     packed = _pack_sites(grouped, sites, dtype)
     placed = {module: sites.targets[name].site for module, name in matched.items()}
-    return Packed(adapter.name, packed, placed, left_out)
+    domains = frozenset(sites[name].lora_site.domain for name in packed)
+    return Packed(adapter.name, packed, placed, left_out, domains)
 
 
 Grouped = dict[tuple[str, int | None], dict[int | None, AdapterPart]]

@@ -8,14 +8,14 @@ have no right answer until the next mapping; running the model then is an error.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lora_jax.layers import LoRARouting, Sites
+from lora_jax.layers import Sites
 from lora_jax.routing import (
     LoRAMapping,
     LoRAMappingType,
     RoutingSet,
     mapping_to_routing,
 )
-from lora_jax.shapes import CONNECTOR, PROMPTS, TOKENS, TOWER
+from lora_jax.shapes import CONNECTOR, DOMAINS, PROMPTS, TOKENS, TOWER
 from lora_kernels import Routing
 
 DOMAINS_OF = {
@@ -70,7 +70,7 @@ class BatchTier:
     """
 
     def __init__(self, sites: Sites) -> None:
-        self._variables: dict[str, LoRARouting] = dict(sites.routings)
+        self._sites = sites
         self._routed: dict[LoRAMappingType, _Routed] = {}
         self.computed = 0
 
@@ -105,19 +105,17 @@ class BatchTier:
     def forget(self) -> None:
         """Drops every mapping: the model runs as the base model."""
         self._routed.clear()
-        for variable in self._variables.values():
-            variable.set_value(None)
+        for domain in DOMAINS:
+            self._sites.show_routing(domain, None)
 
     def _show(self, kind: LoRAMappingType) -> None:
         routing = self._routed[kind].routing
         for domain in DOMAINS_OF[kind]:
-            if domain in self._variables:
-                self._variables[domain].set_value(routing.get(domain))
+            self._sites.show_routing(domain, routing.get(domain))
 
     def _poison(self, kind: LoRAMappingType, absent: Sequence[int]) -> None:
         for domain in DOMAINS_OF[kind]:
-            if domain in self._variables:
-                self._variables[domain].set_value(stale_routing(absent))
+            self._sites.show_routing(domain, stale_routing(absent))
 
 
 def _absent(mapping: LoRAMapping, layout: Layout) -> list[int]:

@@ -13,6 +13,7 @@ from lora_jax.adapters.adapter import take_id
 from lora_jax.bank import Bank
 from lora_jax.config import LoRAConfig
 from lora_jax.layers import Sites, wrap
+from lora_jax.layers.domains import VISION
 from lora_jax.manager.dummy import create_dummy
 from lora_jax.manager.memory import Memory, shown, site_bytes
 from lora_jax.manager.registry import AdapterRegistry
@@ -165,6 +166,12 @@ class LoRAModelManager(AdapterRegistry):
             for mapping in (_in_turn(cycle, rows), _in_turn((BASE_ID,), rows)):
                 self.set_adapter_mapping(mapping)
                 run(rows)
+
+    @property
+    def supports_tower_connector_lora(self) -> bool:
+        """Whether adapters of the vision tower and the connector are served."""
+        domains = {layer.lora_site.domain for layer in self._sites.values()}
+        return not VISION.isdisjoint(domains)
 
     def slot_map(self) -> list[SlotRow]:
         """Returns who sits in which slot; `print(manager)` shows it as a table."""

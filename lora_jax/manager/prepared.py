@@ -17,6 +17,8 @@ import jax
 from lora_jax.adapters import Adapter
 from lora_jax.bank import SlotLayout, stage_slot
 from lora_jax.config import LoRAConfig
+from lora_jax.errors import faults
+from lora_jax.layers.domains import VISION
 from lora_jax.packing import Packed
 
 PINNED = "pinned_host"
@@ -53,6 +55,31 @@ class Prepared:
     def ahead_nbytes(self) -> int:
         """Bytes of device memory of the copy sent ahead."""
         return sum(buffer.nbytes for buffer in (self.ahead or {}).values())
+
+    def report(self) -> str:
+        """Returns how much of the adapter is served, and what is not, and why."""
+        placed, left_out = self.packed.placed, self.packed.left_out
+        total = len(placed) + len(left_out)
+        lines = [
+            f"{module}: {domain}; set enable_tower_connector_lora=True to serve it."
+            for module, domain in left_out.items()
+        ]
+        headline = (
+            f"adapter {self.adapter.name!r}: {len(placed)} of {total} modules served"
+        )
+        return faults(f"{headline}, left out:", lines) if lines else f"{headline}."
+
+    def encoder_key(self, item_hash: str) -> str:
+        """Returns the key under which a tower's output for one item may be cached.
+
+        It holds the adapter's contents if the adapter changes what the tower or the
+        connector computes; adapters of the language model alone share the output.
+
+        Args:
+          item_hash: hash of the image or other item.
+        """
+        changes_it = any(domain in VISION for domain in self.packed.domains)
+        return f"{self.adapter.content_hash}:{item_hash}" if changes_it else item_hash
 
     def arrived(self) -> "Prepared":
         """Returns the same without the copy sent ahead, which is in a slot now."""

@@ -10,6 +10,7 @@ Source: vLLM's `LoRAModelManager` and `LRUCacheLoRAModelManager`: method names, 
 values, exception types and texts, and the order of use are theirs.
 """
 
+import logging
 import threading
 from collections.abc import Iterable
 from typing import ClassVar
@@ -18,7 +19,7 @@ from lora_jax.adapters import Adapter
 from lora_jax.bank import bank_dtype
 from lora_jax.config import LoRAConfig
 from lora_jax.layers import Sites
-from lora_jax.manager.prepared import Prepared, pin, pins_host_memory, send
+from lora_jax.manager.prepared import Prepared, pins_host_memory
 from lora_jax.manager.tiers import Tiers
 from lora_jax.packing import pack
 from lora_jax.rules import (
@@ -29,6 +30,8 @@ from lora_jax.rules import (
     plan_replacement,
 )
 from lora_jax.slots import Hold
+
+LOG = logging.getLogger(__name__)
 
 
 class AdapterRegistry:
@@ -99,8 +102,9 @@ class AdapterRegistry:
           AdapterError: if the model cannot serve it, naming every fault.
         """
         prepared = Prepared(adapter, pack(adapter, self._sites, self._dtype))
-        device = self._tiers.device
-        return pin(prepared, device.layout, device.place) if self._pins else prepared
+        if prepared.packed.left_out:
+            LOG.warning("%s", prepared.report())
+        return self._tiers.pin(prepared) if self._pins else prepared
 
     def prepared(self, adapter_id: int) -> Prepared | None:
         """Returns a registered adapter with its host copy, without using it."""
@@ -113,7 +117,7 @@ class AdapterRegistry:
         The copy takes one transfer per dtype and as much device memory as one slot,
         until the adapter is activated.
         """
-        return send(prepared, self._tiers.device.layout, self._tiers.device.place)
+        return self._tiers.send(prepared)
 
     def add_prepared(self, prepared: Prepared) -> bool:
         """Registers a prepared adapter; False if its id is registered already.
@@ -122,10 +126,9 @@ class AdapterRegistry:
           RuntimeError: as `add_adapter`.
         """
         with self.lock:
-            id = prepared.adapter.id
-            if self._is_known(id):
+            if self._is_known(prepared.adapter.id):
                 return False
-            plan = self._rules.plan_registration(self._table, id)
+            plan = self._rules.plan_registration(self._table, prepared.adapter.id)
             self._tiers.register(plan, prepared)
             return True
 

@@ -13,7 +13,7 @@ from lora_jax.config import LoRAConfig
 from lora_jax.layers import Sites
 from lora_jax.manager.batch import BatchTier
 from lora_jax.manager.device import DeviceTier
-from lora_jax.manager.prepared import Prepared
+from lora_jax.manager.prepared import Prepared, pin, send
 from lora_jax.manager.stats import Stats
 from lora_jax.slots import Activation, Hold, Registration, SlotTable
 
@@ -37,6 +37,14 @@ class Tiers:
         self.device = DeviceTier(sites, config.max_loras, dtype, self.stats)
         self.batch = BatchTier(sites)
         self.last_used: dict[int, float] = {}
+
+    def pin(self, prepared: Prepared) -> Prepared:
+        """Returns the same with a host copy in pinned memory."""
+        return pin(prepared, self.device.layout, self.device.place)
+
+    def send(self, prepared: Prepared) -> Prepared:
+        """Returns the same with its copy to the device begun."""
+        return send(prepared, self.device.layout, self.device.place)
 
     def register(self, plan: Registration, prepared: Prepared) -> None:
         """Carries out a registration."""

@@ -74,6 +74,10 @@ class WorkerLoRAManager:
         """Always True; vLLM's engine asks."""
         return True
 
+    def supports_tower_connector_lora(self) -> bool:
+        """Says whether adapters of the vision tower and the connector are served."""
+        return self.manager.supports_tower_connector_lora
+
     def prefetch(self, request: LoRARequest) -> Future[Prepared]:
         """Starts to load an adapter in the background and returns at once.
 
