@@ -31,16 +31,24 @@ IMPLEMENTATIONS = MappingProxyType(
     {
         "reference": "lora_kernels.lora_delta.reference",
         "xla": "lora_kernels.lora_delta.xla",
+        "triton": "lora_kernels.lora_delta.triton",
+        "triton_invariant": "lora_kernels.lora_delta.triton_invariant",
     }
 )
 """Name -> module of a backend. A new backend is one file and one row."""
 
 BACKWARD_IMPLEMENTATIONS = MappingProxyType(
-    {"xla": "lora_kernels.lora_delta.backward"},
+    {
+        "xla": "lora_kernels.lora_delta.backward",
+        "triton": "lora_kernels.lora_delta.triton_backward",
+        "triton_invariant": "lora_kernels.lora_delta.triton_backward",
+    }
 )
 """Name -> module of a backward pass; one that has no row here takes `xla`'s."""
 
-DEFAULT_ORDER = MappingProxyType({"cpu": ("xla",), "gpu": ("xla",), "tpu": ("xla",)})
+DEFAULT_ORDER = MappingProxyType(
+    {"cpu": ("xla",), "gpu": ("triton", "xla"), "tpu": ("xla",)}
+)
 """What `implementation=None` tries on each platform (`jax.default_backend()`)."""
 
 

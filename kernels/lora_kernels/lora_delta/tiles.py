@@ -1,0 +1,234 @@
+"""Shapes, dtypes and the GPU -> tile sizes. Pure, and nothing else decides them.
+
+The choice is made at trace time, so from static facts alone: it cannot see ranks, slots
+in use or how rows are spread. What depends on those is decided inside the kernels.
+"""
+
+from dataclasses import dataclass
+
+from lora_kernels.gpu_targets import Gpu
+
+DECODE_TOKENS = 256
+"""Up to so many rows one fused launch is faster than two; each re-reads A per tile."""
+
+BLOCK_RANK = 16
+"""Smallest side of a tensor-core product. A decode row costs its rank, rounded up."""
+
+VECTOR_BYTES = 16
+"""Bytes of the widest load of one thread; rows must start at a multiple of it."""
+
+SHRINK_BYTES = 32 << 20
+"""Bytes of A that the programs of a fused launch may re-read from the L2 cache."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The static facts of one call.
+
+    Attributes:
+      x_bytes: bytes of one number of x.
+      weight_bytes: bytes of one number of the wider of a and b.
+    """
+
+    tokens: int
+    slots: int
+    max_rank: int
+    d_in: int
+    part_widths: tuple[int, ...]
+    x_bytes: int
+    weight_bytes: int
+
+    @property
+    def wide(self) -> bool:
+        """Whether a product runs in 32 bit."""
+        return max(self.x_bytes, self.weight_bytes) > 2
+
+    @property
+    def aligned(self) -> bool:
+        """Whether every row of x, a, b and y starts at a multiple of VECTOR_BYTES."""
+        narrow = min(self.x_bytes, self.weight_bytes)
+        return all(
+            width * narrow % VECTOR_BYTES == 0
+            for width in (self.d_in, *self.part_widths)
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeTiles:
+    """Tiles of the fused kernel; the names are those of the kernel's constants.
+
+    Attributes:
+      programs: largest grid.
+      spread: programs over which few items are spread.
+      vector_rows: items of at most so many rows run on CUDA cores; 0 makes a row's bits
+        independent of the other rows of its adapter.
+      even: tiles fit exactly, so no column needs a mask.
+      warps: also the number of pieces of the shrink's long axis.
+    """
+
+    programs: int
+    spread: int
+    vector_rows: int
+    block_rows: int
+    block_rank: int
+    block_k: int
+    vector_k: int
+    block_n: int
+    even: bool
+    stages: int
+    warps: int
+
+
+def decode_tiles(problem: Problem, gpu: Gpu, *, vector_rows: int = 1) -> DecodeTiles:
+    """Returns the tiles of the fused kernel.
+
+    Args:
+      problem: the static facts of the call.
+      gpu: the GPU to build for.
+      vector_rows: as in `DecodeTiles`.
+    """
+    warps = 8
+    # The same bytes per step for 16 and 32 bit, so the same registers.
+    block_k = 16 if problem.wide else 32
+    vector_k = 128 if problem.wide else 256
+    programs = 2 * gpu.num_sms
+    part_bytes = problem.max_rank * problem.d_in * problem.weight_bytes
+    affordable = SHRINK_BYTES // max(part_bytes, 1)
+    block_n = _block_n(problem)
+    return DecodeTiles(
+        programs=programs,
+        spread=max(min(programs, affordable), gpu.num_sms // 4, 1),
+        vector_rows=vector_rows,
+        block_rows=16,
+        block_rank=BLOCK_RANK,
+        block_k=block_k,
+        vector_k=vector_k,
+        block_n=block_n,
+        even=problem.d_in % max(warps * block_k, vector_k) == 0
+        and all(width % block_n == 0 for width in problem.part_widths),
+        stages=4,
+        warps=warps,
+    )
+
+
+def _block_n(problem: Problem) -> int:
+    # Columns of one output tile. Wide tiles mean few programs that repeat the shrink;
+    # rows that start unaligned take one load per number, so registers for few.
+    if not problem.aligned:
+        return 64
+    return 128 if problem.wide or sum(problem.part_widths) < 4096 else 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShrinkTiles:
+    """Tiles of the segment form's shrink.
+
+    Attributes:
+      k_split: columns of one split, a multiple of `block_k`.
+      splits: partial sums of one row; each has at least one column.
+    """
+
+    block_rows: int
+    block_rank: int
+    block_k: int
+    k_split: int
+    splits: int
+    even_k: bool
+    warps: int
+    stages: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpandTiles:
+    """Tiles of the segment form's expand."""
+
+    block_rows: int
+    block_rank: int
+    block_n: int
+    even_n: bool
+    warps: int
+    stages: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupedTiles:
+    """Tiles of the gradients of A and B."""
+
+    block_rank: int
+    block_rows: int
+    block_n: int
+    warps: int
+    stages: int
+
+
+SEGMENT_ROWS = 64
+"""Rows of one tile of the segment form: the smallest that fills a Hopper wgmma."""
+
+MOST_SPLITS = 8
+"""Partial sums that expand adds for each number of h."""
+
+
+def shrink_tiles(
+    *, tokens: int, widths: tuple[int, ...], ranks: int, number_bytes: int, gpu: Gpu
+) -> ShrinkTiles:
+    """Returns the tiles of a shrink.
+
+    Args:
+      tokens: rows of x.
+      widths: columns of each part's own columns of x, or of the one shared by all.
+      ranks: most ranks that one such product has.
+      number_bytes: bytes of one number of the wider side.
+      gpu: the GPU to build for.
+    """
+    block_k = 128 // number_bytes
+    row_programs = -(-tokens // SEGMENT_ROWS) * len(widths)
+    wanted = min(max(2 * gpu.num_sms // row_programs, 1), MOST_SPLITS)
+    steps = -(-max(widths) // block_k)
+    k_split = -(-steps // wanted) * block_k
+    return ShrinkTiles(
+        block_rows=SEGMENT_ROWS,
+        block_rank=_block_rank(ranks, 64 if number_bytes <= 2 else 32),
+        block_k=block_k,
+        k_split=k_split,
+        splits=-(-max(widths) // k_split),
+        even_k=all(width % block_k == 0 for width in widths),
+        warps=4,
+        stages=4,
+    )
+
+
+def expand_tiles(
+    *, widths: tuple[int, ...], ranks: int, number_bytes: int
+) -> ExpandTiles:
+    """Returns the tiles of an expand; arguments as in `shrink_tiles`, for y."""
+    block_n = 128 if number_bytes <= 2 else 64
+    return ExpandTiles(
+        block_rows=SEGMENT_ROWS,
+        block_rank=_block_rank(ranks, 32),
+        block_n=block_n,
+        even_n=all(width % block_n == 0 for width in widths),
+        warps=8,
+        stages=2,
+    )
+
+
+def grouped_tiles(*, max_rank: int, number_bytes: int) -> GroupedTiles:
+    """Returns the tiles of the gradient of A or B.
+
+    Args:
+      max_rank: rows of one part.
+      number_bytes: bytes of one number of the summed rows.
+    """
+    return GroupedTiles(
+        block_rank=_block_rank(max_rank, 64),
+        block_rows=32,
+        block_n=128 if number_bytes <= 2 else 64,
+        warps=8,
+        stages=3,
+    )
+
+
+def _block_rank(ranks: int, wide: int) -> int:
+    # Ranks of one tensor-core product. Two choices keep what must be compiled small;
+    # ranks beyond a slot's own are neither read nor written in either.
+    return BLOCK_RANK if ranks <= BLOCK_RANK else wide

@@ -1,0 +1,169 @@
+"""The Triton kernels in Triton's interpreter, against float64, forward and backward."""
+
+import numpy as np
+import pytest
+
+import triton_interpreter
+from delta_cases import TOLERANCE, covering_cases, expected, small
+from lora_kernels.lora_delta.specs import arrays_of
+
+# The interpreter needs Triton, of the extra gpu-check, and torch, of the extra oracle.
+pytestmark = [pytest.mark.gpu_compile, pytest.mark.torch]
+
+MODULES = ("triton", "triton_invariant")
+
+LARGEST = 2e7
+"""Most multiplications in a case: the interpreter runs program after program."""
+
+LONG = {"tokens": 300, "slots": 3}
+"""More rows than the fused kernel takes: the two kernels for prefill run."""
+
+
+@pytest.fixture(scope="module")
+def interpreter():
+    with triton_interpreter.interpreter() as process:
+        yield process
+
+
+@pytest.fixture
+def run(interpreter):
+    def call(module, arrays, widths):
+        task = interpreter.submit(triton_interpreter.forward, module, arrays, widths)
+        return task.result()
+
+    return call
+
+
+def work(spec):
+    columns = spec.d_in * len(spec.part_widths) + sum(spec.part_widths)
+    return spec.tokens * spec.rank_axis * columns
+
+
+def assert_equals_float64(out, arrays, widths, dtype):
+    want = expected(arrays, widths)
+    np.testing.assert_allclose(out.astype(np.float64), want, **TOLERANCE[dtype])
+    base = arrays.slot < 0
+    np.testing.assert_array_equal(out[base], arrays.y[base])
+    assert out.dtype == arrays.y.dtype
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [spec for spec in covering_cases(pairs=False) if work(spec) < LARGEST],
+    ids=lambda spec: spec.name,
+)
+def test_every_size_equals_float64(run, spec):
+    arrays = arrays_of(spec)
+    out = run("triton", arrays, spec.part_widths)
+    assert_equals_float64(out, arrays, spec.part_widths, spec.dtype)
+
+
+@pytest.mark.parametrize("module", MODULES)
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("max_rank", [8, 40], ids=["one-rank-block", "many"])
+@pytest.mark.parametrize("long", [{}, LONG], ids=["decode", "prefill"])
+def test_every_form_equals_float64(run, module, dtype, max_rank, long):
+    spec = small(dtype=dtype, max_rank=max_rank, **long)
+    arrays = arrays_of(spec)
+    out = run(module, arrays, spec.part_widths)
+    assert_equals_float64(out, arrays, spec.part_widths, dtype)
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 2, 16, 17])
+@pytest.mark.parametrize("distribution", ["identical", "distinct", "all_base"])
+def test_few_rows_equal_float64(run, tokens, distribution):
+    spec = small(tokens=tokens, distribution=distribution)
+    arrays = arrays_of(spec)
+    out = run("triton", arrays, spec.part_widths)
+    assert_equals_float64(out, arrays, spec.part_widths, "float32")
+
+
+def test_each_array_may_have_its_own_dtype(run):
+    spec = small()
+    wide, narrow = arrays_of(spec), arrays_of(small(dtype="bfloat16"))
+    for fields in ({"a"}, {"b"}, {"x"}, {"y"}, {"a", "b"}):
+        mixed = wide._replace(**{name: getattr(narrow, name) for name in fields})
+        out = run("triton", mixed, spec.part_widths)
+        dtype = "bfloat16" if "y" in fields else "float32"
+        assert_equals_float64(out, mixed, spec.part_widths, dtype)
+
+
+def poisoned(arrays, widths, slots):
+    """The arguments with NaN in rank tails, in `slots` and in base rows."""
+    a, b, x = arrays.a.copy(), arrays.b.copy(), arrays.x.copy()
+    weight = arrays.weight.copy()
+    row = np.arange(a.shape[2])
+    a[row >= arrays.rank[:, :, None]] = np.nan
+    rank_of_column = np.repeat(arrays.rank, widths, axis=1)
+    b[row[None, :, None] >= rank_of_column[:, None, :]] = np.nan
+    a[slots], b[slots] = np.nan, np.nan
+    x[arrays.slot < 0] = np.nan
+    weight[arrays.slot < 0] = np.nan
+    return arrays._replace(a=a, b=b, x=x, weight=weight)
+
+
+@pytest.mark.parametrize("module", MODULES)
+@pytest.mark.parametrize("long", [{}, LONG], ids=["decode", "prefill"])
+@pytest.mark.parametrize("slot", [0, 2], ids=["of-other-rows", "unused"])
+def test_poison_never_reaches_a_row(run, module, long, slot):
+    spec = small(**long, max_rank=20)
+    arrays = arrays_of(spec)
+    arrays = arrays._replace(slot=np.where(arrays.slot == 2, 1, arrays.slot))
+    clean = run(module, arrays, spec.part_widths)
+    dirty = run(module, poisoned(arrays, spec.part_widths, [slot]), spec.part_widths)
+    spared = arrays.slot != slot
+    np.testing.assert_array_equal(dirty[spared], clean[spared])
+    hit = ~spared & (arrays.rank[arrays.slot] > 0).all(axis=1)
+    assert not np.isfinite(dirty[hit]).any()
+
+
+@pytest.mark.parametrize("long", [{}, LONG], ids=["decode", "prefill"])
+def test_a_row_has_the_same_bits_whatever_else_is_in_the_batch(run, long):
+    spec = small(**long, distribution="distinct")
+    arrays = arrays_of(spec)
+    together = run("triton_invariant", arrays, spec.part_widths)
+    alone = arrays._replace(slot=np.where(np.arange(spec.tokens) == 7, arrays.slot, -1))
+    out = run("triton_invariant", alone, spec.part_widths)
+    assert arrays.rank[arrays.slot[7]].any()
+    np.testing.assert_array_equal(out[7], together[7])
+
+
+def gradients_in_float64(arrays, widths):
+    x, g, a, b, scale, weight = (
+        getattr(arrays, name).astype(np.float64)
+        for name in ("x", "y", "a", "b", "scale", "weight")
+    )
+    dx, da, db, dscale, dweight = map(np.zeros_like, (x, a, b, scale, weight))
+    stops = np.cumsum(widths)
+    for slot in range(a.shape[0]):
+        rows = np.flatnonzero(arrays.slot == slot)
+        for part, (width, stop) in enumerate(zip(widths, stops, strict=True)):
+            columns, rank = slice(stop - width, stop), arrays.rank[slot, part]
+            own_a, own_b = a[slot, part, :rank], b[slot, :rank, columns]
+            u, v = x[rows] @ own_a.T, g[rows][:, columns] @ own_b.T
+            factor = (scale[slot, part] * weight[rows])[:, None]
+            dx[rows] += (v * factor) @ own_a
+            da[slot, part, :rank] = (v * factor).T @ x[rows]
+            db[slot, :rank, columns] = (u * factor).T @ g[rows][:, columns]
+            dscale[slot, part] = (u * v).sum(axis=1) @ weight[rows]
+            dweight[rows] += (u * v).sum(axis=1) * scale[slot, part]
+    return dx, da, db, dscale, dweight
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("max_rank", [8, 40], ids=["one-rank-block", "many"])
+def test_gradients_equal_float64(interpreter, dtype, max_rank):
+    spec = small(tokens=130, dtype=dtype, max_rank=max_rank)
+    clean = arrays_of(spec)
+    arrays = poisoned(clean, spec.part_widths, [])
+    task = interpreter.submit(triton_interpreter.backward, arrays, spec.part_widths)
+    for name, got, want in zip(
+        ("dx", "da", "db", "dscale", "dweight"),
+        task.result(),
+        gradients_in_float64(clean, spec.part_widths),
+        strict=True,
+    ):
+        tolerance = TOLERANCE[dtype]["atol"] * np.abs(want).max()
+        error = np.abs(got.astype(np.float64) - want).max()
+        assert error <= tolerance, f"{name}: {error} > {tolerance}"
+        assert not got[want == 0].any(), f"{name}: not zero where it must be"

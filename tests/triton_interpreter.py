@@ -1,0 +1,129 @@
+"""Runs the Triton kernels without a GPU: in Triton's interpreter, on torch CPU tensors.
+
+The interpreter must be chosen before Triton is imported, so it lives in a process of
+its own. There `lora_delta` runs as it is but for its launches, which are interpreted
+one program after another. Memory that a kernel must write is NaN beforehand.
+"""
+
+import multiprocessing
+import os
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+
+import ml_dtypes
+import numpy as np
+
+from delta_cases import call_arguments
+from lora_kernels.gpu_targets import Gpu
+from lora_kernels.lora_delta.specs import Arrays
+
+GPU = Gpu(compute_capability=90, num_sms=4)
+"""A Hopper with few programs at a time, so each does several pieces of work."""
+
+MODULES = "lora_kernels.lora_delta"
+
+
+@contextmanager
+def interpreter() -> Iterator[ProcessPoolExecutor]:
+    """A process to which the functions below can be submitted."""
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=spawn, initializer=_prepare) as process:
+        yield process
+
+
+def forward(module: str, arrays: Arrays, widths: tuple[int, ...]) -> np.ndarray:
+    """What a backend's `lora_delta` returns on `GPU`."""
+    return np.asarray(_called(module, "lora_delta", arrays, widths))
+
+
+def backward(arrays: Arrays, widths: tuple[int, ...]) -> list[np.ndarray]:
+    """What `lora_delta_backward` returns; `arrays.y` is the cotangent."""
+    results = _called("triton_backward", "lora_delta_backward", arrays, widths)
+    return [np.asarray(result) for result in results]
+
+
+def _prepare() -> None:
+    os.environ |= {"TRITON_INTERPRET": "1", "JAX_PLATFORMS": "cpu"}
+
+
+def _called(module: str, function: str, arrays: Arrays, widths: tuple[int, ...]):
+    import importlib
+
+    from lora_kernels.gpu_targets import building_for
+    from lora_kernels.lora_delta import triton_launch
+
+    if triton_launch.run is not _interpreted:
+        _mend_interpreter()
+        triton_launch.run = _interpreted
+    implementation = getattr(importlib.import_module(f"{MODULES}.{module}"), function)
+    positional, keywords = call_arguments(arrays, widths)
+    with building_for(GPU):
+        return implementation(*positional, **keywords)
+
+
+def _interpreted(launch):
+    import torch
+
+    inputs = [_to_torch(array) for array in launch.inputs]
+    outputs = []
+    for index, spec in enumerate(launch.outputs):
+        shared = [i for i, o in launch.aliases.items() if o == index]
+        if shared:
+            outputs.append(inputs[shared[0]])
+        else:
+            dtype = getattr(torch, np.dtype(spec.dtype).name)
+            outputs.append(torch.full(spec.shape, float("nan"), dtype=dtype))
+    launch.kernel[launch.grid](*inputs, *outputs, **launch.constants)
+    return tuple(_to_jax(output) for output in outputs)
+
+
+def _to_torch(array):
+    import torch
+
+    array = np.array(array)
+    if array.dtype.name == "bfloat16":
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
+
+
+def _to_jax(tensor):
+    import jax.numpy as jnp
+    import torch
+
+    if tensor.dtype == torch.bfloat16:
+        return jnp.asarray(tensor.view(torch.int16).numpy().view(jnp.bfloat16))
+    return jnp.asarray(tensor.numpy())
+
+
+def _mend_interpreter():
+    # Triton 3.6 interprets a product of bfloat16 as one of their bits as integers, cuts
+    # a float32 off where a GPU rounds it to bfloat16, and converts arrays of one
+    # number to int, which NumPy has stopped to do.
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    patch_tensor = interpreter._patch_lang_tensor
+    truncate = interpreter.InterpreterBuilder.create_fp_trunc
+
+    def create_dot(self, a, b, d, input_precision, max_num_imprecise_acc):
+        wide = [
+            self.create_fp_ext(side, tl.float32) if side.dtype == tl.bfloat16 else side
+            for side in (a, b)
+        ]
+        data = np.matmul(wide[0].data, wide[1].data, dtype=d.data.dtype) + d.data
+        return interpreter.TensorHandle(data, d.dtype.scalar)
+
+    def create_fp_trunc(self, source, to):
+        if (source.dtype.scalar, to.scalar) == (tl.float32, tl.bfloat16):
+            data = source.data.astype(ml_dtypes.bfloat16).view(np.uint16)
+            return interpreter.TensorHandle(data, tl.bfloat16)
+        return truncate(self, source, to)
+
+    def patched_tensor(tensor, scope):
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter.InterpreterBuilder.create_dot = create_dot
+    interpreter.InterpreterBuilder.create_fp_trunc = create_fp_trunc
+    interpreter._patch_lang_tensor = patched_tensor
