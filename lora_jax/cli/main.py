@@ -10,11 +10,16 @@ import traceback
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 
-from lora_jax.cli import demo, generate, inspect
+from lora_jax.cli import bench, demo, generate, inspect
 from lora_jax.cli.console import print_error
 from lora_jax.errors import LoRAError
 
-COMMANDS = {"demo": demo, "generate": generate, "inspect": inspect}
+COMMANDS = {
+    "demo": demo,
+    "generate": generate,
+    "inspect": inspect,
+    "bench": bench,
+}
 """Command -> module with SUMMARY, DETAILS, `add_arguments(parser)` and `run(args)`."""
 
 DONE, MENDABLE, INTERRUPTED = 0, 2, 130
