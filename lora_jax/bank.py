@@ -8,7 +8,7 @@ per dtype, so no other rank, target set or slot compiles anything.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -27,15 +27,23 @@ class Bank:
     """Every slot of every site.
 
     Attributes:
-      arrays: site name -> array name -> `(slots, *slot shape)`.
+      arrays: site name -> array name -> `(slots, *slot shape)`; for a stack of layers
+        `(layers, slots, ...)`.
+      stacked: names of the sites that are stacks (static).
     """
 
     arrays: dict[str, dict[str, jax.Array]]
+    stacked: frozenset[str] = frozenset()
 
     @property
     def num_slots(self) -> int:
         """Number of slots."""
-        return jax.tree.leaves(self.arrays)[0].shape[0]
+        name, arrays = next((n, a) for n, a in self.arrays.items() if a)
+        return next(iter(arrays.values())).shape[self.slot_axis(name)]
+
+    def slot_axis(self, name: str) -> int:
+        """Axis of a site's arrays that counts the slots."""
+        return int(name in self.stacked)
 
     @property
     def nbytes(self) -> int:
@@ -54,7 +62,11 @@ class Bank:
 
     def _repr_html_(self) -> str:
         """A table of slots: largest rank, and how many sites each adapts."""
-        ranks = [np.asarray(s["rank"]) for s in self.arrays.values() if "rank" in s]
+        ranks = [
+            np.moveaxis(np.asarray(site["rank"]), self.slot_axis(name), 0)
+            for name, site in self.arrays.items()
+            if "rank" in site
+        ]
         body = "".join(
             f"<tr><td>{slot}</td><td>{max(int(r[slot].max()) for r in ranks)}</td>"
             f"<td>{sum(bool(r[slot].any()) for r in ranks)}</td></tr>"
@@ -64,17 +76,18 @@ class Bank:
         return f"<p>{self!r}</p><table><tr>{head}</tr>{body}</table>"
 
 
-def _unflatten(_: None, arrays: tuple[object]) -> Bank:
+def _unflatten(stacked: frozenset[str], arrays: Iterable[object]) -> Bank:
     # Not through __init__: JAX also builds trees of shapes and shardings, which a
     # run-time type check of the field would refuse.
     bank = object.__new__(Bank)
-    object.__setattr__(bank, "arrays", arrays[0])
+    object.__setattr__(bank, "arrays", *arrays)
+    object.__setattr__(bank, "stacked", stacked)
     return bank
 
 
 jax.tree_util.register_pytree_with_keys(
     Bank,
-    lambda bank: (((jax.tree_util.GetAttrKey("arrays"), bank.arrays),), None),
+    lambda bank: (((jax.tree_util.GetAttrKey("arrays"), bank.arrays),), bank.stacked),
     _unflatten,
 )
 
@@ -97,15 +110,22 @@ def empty_bank(sites: Sites, slots: int, dtype: np.dtype) -> Bank:
       slots: how many adapters the bank holds at once.
       dtype: dtype of the factors.
     """
+    stacked = [n for n, layer in sites.items() if layer.lora_site.layers is not None]
     return Bank(
         {
             name: {
-                key: jnp.zeros((slots, *spec.shape), spec.dtype)
+                key: _zeros(spec, slots, int(name in stacked))
                 for key, spec in layer.slot_spec(dtype).items()
             }
             for name, layer in sites.items()
-        }
+        },
+        frozenset(stacked),
     )
+
+
+def _zeros(spec: jax.ShapeDtypeStruct, slots: int, axis: int) -> jax.Array:
+    shape = [*spec.shape[:axis], slots, *spec.shape[axis:]]
+    return jnp.zeros(shape, spec.dtype)
 
 
 def room_for(bank: Bank, sites: Sites, packed: Packed) -> Bank:
@@ -135,7 +155,8 @@ def room_for(bank: Bank, sites: Sites, packed: Packed) -> Bank:
                 for key, spec in wanted.get(name, {}).items()
             }
             for name, arrays in bank.arrays.items()
-        }
+        },
+        bank.stacked,
     )
 
 
@@ -178,11 +199,17 @@ def bank_layout(bank: Bank) -> SlotLayout:
     """Returns the layout of one slot of every site, as the bank has it now."""
     return {
         name: {
-            key: jax.ShapeDtypeStruct(array.shape[1:], array.dtype)
+            key: jax.ShapeDtypeStruct(
+                _without(array.shape, bank.slot_axis(name)), array.dtype
+            )
             for key, array in arrays.items()
         }
         for name, arrays in bank.arrays.items()
     }
+
+
+def _without(shape: tuple[int, ...], axis: int) -> tuple[int, ...]:
+    return (*shape[:axis], *shape[axis + 1 :])
 
 
 def stage(bank: Bank, packed: Packed) -> dict[str, np.ndarray]:
@@ -263,21 +290,22 @@ def _write_slot(bank: Bank, slot: jax.Array, staged: dict[str, jax.Array]) -> Ba
     starts = dict.fromkeys(staged, 0)
     written: dict[str, dict[str, jax.Array]] = {name: {} for name in bank.arrays}
     for name, key, array in _in_order(bank.arrays):
-        dtype, shape = array.dtype.name, array.shape[1:]
+        dtype, axis = array.dtype.name, bank.slot_axis(name)
+        shape = _without(array.shape, axis)
         start = starts[dtype]
         starts[dtype] = stop = start + math.prod(shape)
         values = staged[dtype][start:stop].reshape(shape)
         written[name][key] = jax.lax.dynamic_update_index_in_dim(
-            array, values, slot, axis=0
+            array, values, slot, axis
         )
-    return Bank(written)
+    return Bank(written, bank.stacked)
 
 
 def _sizes(bank: Bank) -> dict[str, int]:
     sizes: dict[str, int] = {}
-    for _, _, array in _in_order(bank.arrays):
-        size = math.prod(array.shape[1:])
-        sizes[array.dtype.name] = sizes.get(array.dtype.name, 0) + size
+    for _, _, spec in _in_order(bank_layout(bank)):
+        size = math.prod(spec.shape)
+        sizes[spec.dtype.name] = sizes.get(spec.dtype.name, 0) + size
     return sizes
 
 

@@ -16,6 +16,7 @@ from flax import nnx
 from lora_jax.bank import Bank
 from lora_jax.layers import LoRALayer, LoRARouting
 from lora_jax.layers.head import LoRAHead
+from lora_jax.layers.stacked import stacked_routing
 from lora_jax.routing import RoutingSet
 from lora_jax.shapes import TOKENS
 
@@ -79,8 +80,9 @@ def install(model: nnx.Module, bank: Bank | None, routing: RoutingSet) -> None:
     """
     for name, layer in lora_layers(model).items():
         layer.lora_slots.set_value(None if bank is None else bank.arrays[name])
+        layers = layer.lora_site.layers
         for domain, variable in routing_variables(layer).items():
-            variable.set_value(routing.get(domain))
+            variable.set_value(stacked_routing(routing.get(domain), layers))
 
 
 def routing_variables(layer: LoRALayer) -> dict[str, LoRARouting]:

@@ -56,6 +56,11 @@ class Shape:
     out_axes: tuple[int, ...] = (-1,)
     kernel_in_order: bool = True
 
+    @property
+    def size(self) -> int:
+        """Number of weights of the layer's kernel."""
+        return self.d_in * sum(width for _, width in self.parts)
+
 
 @dataclass(frozen=True)
 class Site:
@@ -70,6 +75,7 @@ class Site:
       max_rank: largest rank that a slot can hold.
       max_labels: most labels of an adapter's own classification head, None: as many as
         the base head has.
+      layers: how many layers this one module stacks, None if it is one layer.
     """
 
     name: str
@@ -78,6 +84,7 @@ class Site:
     shape: Shape
     max_rank: int
     max_labels: int | None = None
+    layers: int | None = None
 
     @property
     def d_in(self) -> int:

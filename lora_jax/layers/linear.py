@@ -55,23 +55,32 @@ class LoRALinear(LoRALayer):
     def slot_spec(self, dtype: jax.typing.DTypeLike) -> SlotSpec:
         """Returns the layout in this file's docstring, less the slot axis."""
         site, parts = self.lora_site, len(self.lora_site.parts)
+        stack = () if site.layers is None else (site.layers,)
+        shapes = {
+            "a": ((parts, site.max_rank, site.d_in), dtype),
+            "b": ((site.max_rank, site.d_out), dtype),
+            "scale": ((parts,), jnp.float32),
+            "rank": ((parts,), jnp.int32),
+        }
         return {
-            "a": jax.ShapeDtypeStruct((parts, site.max_rank, site.d_in), dtype),
-            "b": jax.ShapeDtypeStruct((site.max_rank, site.d_out), dtype),
-            "scale": jax.ShapeDtypeStruct((parts,), jnp.float32),
-            "rank": jax.ShapeDtypeStruct((parts,), jnp.int32),
+            key: jax.ShapeDtypeStruct((*stack, *shape), kind)
+            for key, (shape, kind) in shapes.items()
         }
 
     def extra_spec(self, key: str, values: np.ndarray) -> SlotSpec:
         """Returns the float32 bias or gain of one output row."""
         row = jax.ShapeDtypeStruct((self.lora_site.d_out,), jnp.float32)
-        return {key: row} if key in (BIAS, GAIN) else {}
+        plain = self.lora_site.layers is None
+        return {key: row} if plain and key in (BIAS, GAIN) else {}
 
     def faults(self, part: int | None, weights: AdapterPart) -> list[str]:
         """Returns why a part cannot sit here: its kind, its widths, its rank."""
         site = self.lora_site
         d_out = site.d_out if part is None else site.part_widths[part]
         pair = pair_of(weights)
+        if site.layers is not None and pair is not weights:
+            kind = type(weights).__name__
+            return [f"a {kind} cannot be served by stacked layers; LowRank pairs can."]
         if pair is None:
             return _bias_faults(weights, d_out)
         rank, d_in = pair.a.shape
