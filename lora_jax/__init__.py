@@ -9,7 +9,11 @@ from lora_jax.adapters import Adapter as Adapter
 from lora_jax.adapters import FullModule as FullModule
 from lora_jax.adapters import LowRank as LowRank
 from lora_jax.adapters import adapter_from_tensors as adapter_from_tensors
+from lora_jax.adapters import combine_adapters as combine_adapters
+from lora_jax.adapters import extract_adapter as extract_adapter
 from lora_jax.adapters import load_adapter as load_adapter
+from lora_jax.adapters import merge_adapters as merge_adapters
+from lora_jax.adapters import save_adapter as save_adapter
 from lora_jax.bank import Bank as Bank
 from lora_jax.config import LoRAConfig as LoRAConfig
 from lora_jax.errors import AdapterError as AdapterError

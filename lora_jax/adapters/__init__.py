@@ -1,13 +1,13 @@
 """(1) Folder on disk -> Adapter. NumPy and safetensors only; never imports JAX."""
 
 from lora_jax.adapters.adapter import Adapter as Adapter
-from lora_jax.adapters.combine import combine as combine
+from lora_jax.adapters.combine import combine_adapters as combine_adapters
 from lora_jax.adapters.copies import BaseCopy as BaseCopy
-from lora_jax.adapters.extract import extract as extract
+from lora_jax.adapters.extract import extract_adapter as extract_adapter
 from lora_jax.adapters.load import adapter_from_tensors as adapter_from_tensors
 from lora_jax.adapters.load import load_adapter as load_adapter
 from lora_jax.adapters.merge import MergeReport as MergeReport
-from lora_jax.adapters.merge import merge as merge
+from lora_jax.adapters.merge import merge_adapters as merge_adapters
 from lora_jax.adapters.names import match_modules as match_modules
 from lora_jax.adapters.parts import AdapterPart as AdapterPart
 from lora_jax.adapters.parts import DoRA as DoRA

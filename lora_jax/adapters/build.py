@@ -14,6 +14,7 @@ from lora_jax.adapters.content import hash_content
 from lora_jax.adapters.grouping import Groups, group_tensors
 from lora_jax.adapters.kinds import KINDS, Built, Tensors
 from lora_jax.adapters.names import Role
+from lora_jax.adapters.overflow import product_overflows
 from lora_jax.adapters.parts import arrays, nested, scale_of
 from lora_jax.adapters.report import Ignored, ModuleReport, Report
 from lora_jax.errors import AdapterError, faults
@@ -70,6 +71,7 @@ def build_adapter(source: Source, *, name: str, adapter_id: int | None) -> Adapt
             found.append(f"config: rank_pattern or alpha_pattern: {error}")
         found += [fault for item in built.values() for fault in item.faults]
         found += _limit_faults(built, source.max_lora_rank)
+        found += [] if source.allow_nonfinite else _overflow_faults(built)
     if not groups.modules and not found:
         found.append("there is no LoRA tensor in it, so it would change nothing")
     if found or meaning is None:
@@ -126,6 +128,19 @@ def _limit_faults(built: Mapping[str, Built], limit: int | None) -> list[str]:
         for module, item in built.items()
         if limit is not None and item.part is not None and item.part.rank > limit
     ]
+
+
+def _overflow_faults(built: Mapping[str, Built]) -> list[str]:
+    """Products that the file's own dtype cannot hold; only float16 is so narrow."""
+    found = []
+    for module, item in built.items():
+        dtypes = {array.dtype for _, array in arrays(item.part)} if item.part else set()
+        if item.part is not None and dtypes == {np.dtype(np.float16)}:
+            fault = product_overflows(item.part, np.dtype(np.float16))
+            found += (
+                [] if fault is None else [f"{module}: {fault}; see allow_nonfinite"]
+            )
+    return found
 
 
 def _report(

@@ -20,7 +20,7 @@ NAMES: Mapping[type, tuple[str, str]] = {
 Pair = LowRank | EmbeddingLowRank
 
 
-def combine(
+def combine_adapters(
     adapters: Sequence[Adapter],
     weights: Sequence[float],
     *,

@@ -22,7 +22,7 @@ HEAD = "lm_head"
 
 @dataclass
 class _Found:
-    """What has been extracted so far; used by one call of `extract` only."""
+    """What has been extracted so far; used by one call of `extract_adapter` only."""
 
     tensors: dict[str, np.ndarray] = field(default_factory=dict)
     ranks: dict[str, tuple[int, float]] = field(default_factory=dict)
@@ -31,7 +31,7 @@ class _Found:
     notes: list[str] = field(default_factory=list)
 
 
-def extract(
+def extract_adapter(
     base: str | os.PathLike[str],
     tuned: str | os.PathLike[str],
     rank: int,

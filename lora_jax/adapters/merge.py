@@ -59,7 +59,7 @@ Weighted = tuple[float, AdapterPart]
 
 @dataclass
 class _Plan:
-    """Which parts go into which module; used by one call of `merge` only."""
+    """Which parts go into which module; used by one call of `merge_adapters` only."""
 
     base: BaseFolder
     embed: str
@@ -70,7 +70,7 @@ class _Plan:
     faults: list[str] = field(default_factory=list)
 
 
-def merge(
+def merge_adapters(
     base: str | os.PathLike[str],
     adapters: Sequence[Adapter],
     output: str | os.PathLike[str],

@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 
-from lora_jax.cli import bench, demo, generate, inspect
+from lora_jax.cli import bench, convert, demo, extract, generate, inspect, merge
 from lora_jax.cli.console import print_error
 from lora_jax.errors import LoRAError
 
@@ -18,6 +18,9 @@ COMMANDS = {
     "demo": demo,
     "generate": generate,
     "inspect": inspect,
+    "convert": convert,
+    "merge": merge,
+    "extract": extract,
     "bench": bench,
 }
 """Command -> module with SUMMARY, DETAILS, `add_arguments(parser)` and `run(args)`."""
@@ -60,6 +63,7 @@ def build_parser() -> argparse.ArgumentParser:
         description="One base model, many LoRA adapters, one jitted JAX step.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="lora-jax COMMAND --help says what a command takes.",
+        allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=_version())
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -69,6 +73,7 @@ def build_parser() -> argparse.ArgumentParser:
             help=module.SUMMARY,
             description=f"{module.SUMMARY}\n\n{module.DETAILS}",
             formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
         )
         module.add_arguments(command)
     return parser

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from adapter_files import UP, Q, V, config, normal, pair
-from lora_jax.adapters import Adapter, adapter_from_tensors, combine
+from lora_jax.adapters import Adapter, adapter_from_tensors, combine_adapters
 from lora_jax.errors import AdapterError
 
 EMBED = "model.embed_tokens"
@@ -25,7 +25,7 @@ def delta(part):
 
 def test_a_sum_is_exact_and_its_rank_the_sum_of_ranks():
     one, two = make(1, [Q, UP]), make(2, [Q, V], rank=3)
-    both = combine([one, two], [0.5, -2.0], name="both", adapter_id=900)
+    both = combine_adapters([one, two], [0.5, -2.0], name="both", adapter_id=900)
     assert (both.name, both.id, both.rank) == ("both", 900, 7)
     expected = {
         Q: 0.5 * delta(one.parts[Q]) - 2.0 * delta(two.parts[Q]),
@@ -41,7 +41,7 @@ def test_a_sum_is_exact_and_its_rank_the_sum_of_ranks():
 @pytest.mark.parametrize("rank", [1, 2, 5, 8])
 def test_a_smaller_rank_is_the_nearest_there_is(rank):
     one = make(1, [Q, UP], rank=8)
-    small = combine([one], [1.0], name="small", rank=rank)
+    small = combine_adapters([one], [1.0], name="small", rank=rank)
     for module, part in one.parts.items():
         whole = delta(part)
         values = np.linalg.svd(whole, compute_uv=False)
@@ -55,7 +55,7 @@ def test_a_smaller_rank_is_the_nearest_there_is(rank):
 
 def test_a_product_of_smaller_rank_than_asked_for_keeps_its_own():
     one = make(1, [Q], rank=2)
-    twice = combine([one, one], [1.0, 1.0], name="twice", rank=3)
+    twice = combine_adapters([one, one], [1.0, 1.0], name="twice", rank=3)
     assert twice.rank == 2
     np.testing.assert_allclose(
         delta(twice.parts[Q]), 2 * delta(one.parts[Q]), atol=1e-5
@@ -72,7 +72,7 @@ def test_embeddings_are_summed_as_embeddings():
         return adapter_from_tensors(tensors, config(), name="a")
 
     one, two = embedding(1), embedding(2)
-    both = combine([one, two], [1.0, 1.0], name="both", rank=6)
+    both = combine_adapters([one, two], [1.0, 1.0], name="both", rank=6)
     assert both.kinds == {"embedding"}
     assert both.parts[EMBED].a.shape == (6, 100)
 
@@ -92,7 +92,7 @@ def test_what_has_no_sum_is_refused_by_name():
         name="other",
     )
     with pytest.raises(AdapterError) as caught:
-        combine([one, biased, waiting, other], [1.0] * 4, name="x")
+        combine_adapters([one, biased, waiting, other], [1.0] * 4, name="x")
     message = str(caught.value)
     for text in ("a lora_bias has no sum", "waits for its", "differs in kind or shape"):
         assert text in message
@@ -108,4 +108,4 @@ def test_what_has_no_sum_is_refused_by_name():
 )
 def test_arguments_are_checked(weights, rank, text):
     with pytest.raises(AdapterError, match=text):
-        combine([make(1, [Q])], weights, name="x", rank=rank)
+        combine_adapters([make(1, [Q])], weights, name="x", rank=rank)

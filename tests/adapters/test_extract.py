@@ -7,7 +7,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from adapter_files import INNER, UP, WIDTH, Q, normal
-from lora_jax.adapters import extract, merge
+from lora_jax.adapters import extract_adapter, merge_adapters
 from lora_jax.errors import AdapterError
 
 RNG = np.random.default_rng(6)
@@ -49,9 +49,9 @@ CHANGES = {
 def test_merging_the_extract_gives_the_tuned_model(tmp_path, case):
     tuned = {name: a + CHANGES[case].get(name, 0) for name, a in BASE.items()}
     base = write(tmp_path / "base", BASE)
-    adapter = extract(base, write(tmp_path / "tuned", tuned), 4, name="mine")
+    adapter = extract_adapter(base, write(tmp_path / "tuned", tuned), 4, name="mine")
     assert adapter.rank <= 3
-    merge(base, [adapter], tmp_path / "out")
+    merge_adapters(base, [adapter], tmp_path / "out")
     found = load_file(tmp_path / "out" / "model.safetensors")
     for name, array in tuned.items():
         np.testing.assert_allclose(found[name], array, atol=2e-5)
@@ -64,14 +64,16 @@ def test_merging_the_extract_gives_the_tuned_model(tmp_path, case):
 def test_an_untied_head_is_compared_with_its_embedding(tmp_path):
     tuned = BASE | {f"{HEAD}.weight": BASE[f"{EMBED}.weight"] + low_rank(100, WIDTH)}
     base = write(tmp_path / "base", BASE)
-    adapter = extract(base, write(tmp_path / "tuned", tuned, tied=False), 4, name="a")
+    adapter = extract_adapter(
+        base, write(tmp_path / "tuned", tuned, tied=False), 4, name="a"
+    )
     assert list(adapter.parts) == [HEAD]
     assert adapter.rank == 3
 
 
 def test_a_grown_vocabulary_is_kept_whole(tmp_path):
     tuned = BASE | {f"{EMBED}.weight": normal(RNG, 104, WIDTH)}
-    adapter = extract(
+    adapter = extract_adapter(
         write(tmp_path / "base", BASE), write(tmp_path / "tuned", tuned), 4, name="a"
     )
     assert adapter.kinds == {"full_module"}
@@ -81,7 +83,7 @@ def test_a_grown_vocabulary_is_kept_whole(tmp_path):
 def test_the_extract_is_the_nearest_there_is(tmp_path, rank):
     change = normal(RNG, INNER, WIDTH)
     tuned = BASE | {f"{UP}.weight": BASE[f"{UP}.weight"] + change}
-    adapter = extract(
+    adapter = extract_adapter(
         write(tmp_path / "base", BASE), write(tmp_path / "tuned", tuned), rank, name="a"
     )
     part = adapter.parts[UP]
@@ -100,8 +102,8 @@ def test_models_that_do_not_belong_together_are_refused(tmp_path):
     with pytest.raises(
         AdapterError, match=r"up_proj.weight: is missing(?s:.)*new.weight"
     ):
-        extract(base, tuned, 4, name="a")
+        extract_adapter(base, tuned, 4, name="a")
     with pytest.raises(AdapterError, match="does not differ"):
-        extract(base, base, 4, name="a")
+        extract_adapter(base, base, 4, name="a")
     with pytest.raises(AdapterError, match="rank 0 is not at least 1"):
-        extract(base, base, 0, name="a")
+        extract_adapter(base, base, 0, name="a")

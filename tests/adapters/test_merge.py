@@ -8,7 +8,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from adapter_files import INNER, UP, WIDTH, Q, config, normal, pair
-from lora_jax.adapters import Adapter, adapter_from_tensors, merge
+from lora_jax.adapters import Adapter, adapter_from_tensors, merge_adapters
 from lora_jax.errors import AdapterError, ModelError
 
 RNG = np.random.default_rng(4)
@@ -46,7 +46,7 @@ def product(part):
 
 def merged(tmp_path, adapters, base=None, **options):
     base = write_base(tmp_path / "base") if base is None else base
-    report = merge(base, adapters, tmp_path / "out", **options)
+    report = merge_adapters(base, adapters, tmp_path / "out", **options)
     tensors = {}
     for file in (tmp_path / "out").glob("*.safetensors"):
         tensors |= load_file(file)
@@ -100,7 +100,7 @@ def test_a_sum_is_rounded_once_and_the_loss_is_told(tmp_path):
         error / np.linalg.norm(product(one.parts[Q])), rel=0.01
     )
     assert 0.1 < row.loss == report.loss
-    report = merge(base, [one], tmp_path / "wide", dtype="float32")
+    report = merge_adapters(base, [one], tmp_path / "wide", dtype="float32")
     assert report.loss < 1e-4
     wide = load_file(tmp_path / "wide" / "model-0.safetensors")
     assert {array.dtype for array in wide.values()} == {np.dtype(np.float32)}
@@ -203,7 +203,7 @@ def test_what_has_no_place_in_the_base_is_refused(tmp_path, extra, fields, text)
         one = adapter_from_tensors(extra, config(**fields), name="a")
     base = write_base(tmp_path / "base")
     with pytest.raises(AdapterError, match=text):
-        merge(base, [one], tmp_path / "out")
+        merge_adapters(base, [one], tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -212,28 +212,30 @@ def test_experts_are_not_merged(tmp_path):
     one = adapter(pair(name, 4))
     base = write_base(tmp_path / "base", BASE | {f"{name}.weight": BASE[f"{Q}.weight"]})
     with pytest.raises(AdapterError, match="kind 'experts' cannot be merged"):
-        merge(base, [one], tmp_path / "out")
+        merge_adapters(base, [one], tmp_path / "out")
 
 
 def test_an_overflow_of_the_dtype_asked_for_is_refused(tmp_path):
     one = adapter(lora_alpha=4e6)
     with pytest.raises(AdapterError, match="overflows float16"):
-        merge(write_base(tmp_path / "base"), [one], tmp_path / "out", dtype="float16")
+        merge_adapters(
+            write_base(tmp_path / "base"), [one], tmp_path / "out", dtype="float16"
+        )
 
 
 def test_arguments_are_checked(tmp_path):
     base = write_base(tmp_path / "base")
     with pytest.raises(AdapterError, match="one or more adapters"):
-        merge(base, [], tmp_path / "out")
+        merge_adapters(base, [], tmp_path / "out")
     with pytest.raises(AdapterError, match="as many weights"):
-        merge(base, [adapter()], tmp_path / "out", weights=[1.0, 2.0])
+        merge_adapters(base, [adapter()], tmp_path / "out", weights=[1.0, 2.0])
     with pytest.raises(AdapterError, match="'int8' is none of float32"):
-        merge(base, [adapter()], tmp_path / "out", dtype="int8")
+        merge_adapters(base, [adapter()], tmp_path / "out", dtype="int8")
     with pytest.raises(AdapterError, match="is not empty"):
-        merge(base, [adapter()], base)
+        merge_adapters(base, [adapter()], base)
     grown = adapter({f"{EMBED}.weight": normal(RNG, 104, WIDTH)})
     with pytest.raises(AdapterError, match="cannot resize"):
-        merge(base, [grown, adapter()], tmp_path / "out")
+        merge_adapters(base, [grown, adapter()], tmp_path / "out")
 
 
 BASES = [
@@ -260,4 +262,4 @@ def test_a_folder_that_is_no_plain_model_is_refused(tmp_path, spoil, text):
     base = write_base(tmp_path / "base")
     spoil(base)
     with pytest.raises(ModelError, match=text):
-        merge(base, [adapter()], tmp_path / "out")
+        merge_adapters(base, [adapter()], tmp_path / "out")

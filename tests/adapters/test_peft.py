@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lora_jax.adapters import load_adapter, merge, save_adapter
+from lora_jax.adapters import load_adapter, merge_adapters, save_adapter
 
 pytestmark = pytest.mark.torch
 
@@ -150,7 +150,7 @@ def test_reading_merging_and_writing_agree_with_peft(tmp_path, torch, case):
 
     adapter = load_adapter(written, max_lora_rank=16)
     assert adapter.report.total == adapter.report.matched + len(adapter.report.ignored)
-    merge(base, [adapter], tmp_path / "merged")
+    merge_adapters(base, [adapter], tmp_path / "merged")
     np.testing.assert_allclose(
         logits_of(load_base(tmp_path / "merged")), expected, atol=TOLERANCE, rtol=0
     )
