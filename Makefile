@@ -16,6 +16,7 @@ SHELL := bash
 bin := $(VENV)/bin
 install := .ci/install $(VENV)
 pytest := JAX_PLATFORMS=cpu $(bin)/python -m pytest
+without_torch = $$(grep -q installed $(VENV)/.oracle || echo "and not torch")
 
 .PHONY: help
 help:  ## list the targets
@@ -27,20 +28,16 @@ demo: $(VENV)/.base  ## answer one mixed batch with a real model and many adapte
 
 .PHONY: test
 test: $(VENV)/.dev $(VENV)/.oracle  ## run the tests
-	@marks="not slow and not gpu and not gpu_compile"
-	if ! grep -q installed $(VENV)/.oracle; then
-	  cat $(VENV)/.oracle
-	  marks="$$marks and not torch"
-	fi
-	$(pytest) -q -m "$$marks" $(ARGS)
+	@grep -q installed $(VENV)/.oracle || cat $(VENV)/.oracle
+	$(pytest) -q -m "not slow and not gpu and not gpu_compile $(without_torch)" $(ARGS)
 
 .PHONY: test-slow
 test-slow: $(VENV)/.dev $(VENV)/.oracle  ## run the slower cross-checks
-	@$(pytest) -q --durations=10 -m "slow and not gpu and not gpu_compile" $(ARGS)
+	@$(pytest) -q --durations=10 -m "slow and not gpu and not gpu_compile $(without_torch)" $(ARGS)
 
 .PHONY: test-gpu-compile
-test-gpu-compile: $(VENV)/.dev $(VENV)/.gpu  ## compile the kernels for GPUs that need not be there
-	@$(pytest) -q -m "gpu_compile" $(ARGS)
+test-gpu-compile: $(VENV)/.dev $(VENV)/.oracle $(VENV)/.gpu  ## compile the kernels for GPUs that need not be there
+	@$(pytest) -q --durations=10 -m "gpu_compile $(without_torch)" $(ARGS)
 
 .PHONY: doctest
 doctest: $(VENV)/.dev  ## run the examples in docstrings
