@@ -31,7 +31,10 @@ def prepare(form: str, spec: Spec, pool: list[Arrays]) -> Callable[[], None]:
     sets = [[tensor(field) for field in arrays] for arrays in pool]
     stops = np.cumsum(spec.part_widths).tolist()
     parts = list(zip([0, *stops[:-1]], stops, strict=True))
-    step = {"torch_gather": _gather, "torch_groups": _groups}[form]
+    forms: dict[str, Callable[..., None]] = dict(
+        zip(FORMS, (_gather, _groups), strict=True)
+    )
+    step = forms[form]
 
     @torch.inference_mode()
     def run() -> None:

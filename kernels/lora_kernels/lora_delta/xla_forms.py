@@ -3,7 +3,7 @@
     loop      a loop over the work items that are in use; each meets one slot's A and B
               and `block` rows. Reads only active slots. CPU: at every size the form
               that needs the least time, see `bench`.
-    gather    every row meets its own A and B, without sorting: one fusion on a GPU,
+    gather    every row meets its own A and B, without sorting: two launches on a GPU,
               no temporaries, but the same A is read once a row. Decode.
     batched   all work items at once, in batched dense products over gathered copies of
               A and B. Prefill where a loop would wait for the host between its steps.
@@ -25,6 +25,9 @@ from lora_kernels.lora_delta.site import (
     wide_dtype,
 )
 from lora_kernels.routing import Routing, max_work_items, work_list
+
+WRITTEN_OUT_RANK = 64
+"""Largest rank axis whose sum `gather` writes out term by term."""
 
 
 def loop(
@@ -67,23 +70,28 @@ def loop(
 def gather(
     x: Float[Array, "tokens d_in"], site: Site, routing: Routing
 ) -> Float[Array, "tokens d_out"]:
-    """Computes the update row by row from gathered A and B."""
+    """Computes the update row by row from gathered A and B.
+
+    The sum over the rank is written out, so that XLA fuses the gather of B, the masks,
+    the sum and the later addition to y in one launch, without temporaries; a reduction
+    would write the update first, and does where the rank is too large to write out.
+    """
     dtype = wide_dtype(x, site.a, site.b)
     slot = jnp.maximum(routing.slot, 0)
     kept = jax.vmap(lambda s: kept_rows(site, s))(slot)  # [t, p, r]
     h = _einsum("ti,tpri->tpr", x, site.a[slot], dtype)
     h = h * (site.scale[slot] * routing.weight[:, None])[:, :, None]
-    h = jnp.where(kept, h, 0)
-    delta = [
-        _einsum(
-            "tr,tro->to",
-            h[:, part],
-            jnp.where(kept[:, part, :, None], site.b[slot][:, :, first:stop], 0),
-            dtype,
-        )
-        for part, (first, stop) in enumerate(site.columns)
-    ]
-    return jnp.concatenate(delta, axis=1)
+    part = site.part_of_column
+    max_rank = site.b.shape[1]
+    if max_rank > WRITTEN_OUT_RANK:
+        products = h.swapaxes(1, 2)[:, :, part] * site.b[slot].astype(dtype)
+        kept_products = jnp.where(kept.swapaxes(1, 2)[:, :, part], products, 0)
+        return jnp.sum(kept_products, axis=1)
+    delta = jnp.zeros((), dtype)
+    for r in range(max_rank):
+        product = h[:, :, r][:, part] * site.b[slot, r].astype(dtype)
+        delta = delta + jnp.where(kept[:, :, r][:, part], product, 0)
+    return delta
 
 
 def batched(
