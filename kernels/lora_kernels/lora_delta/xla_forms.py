@@ -3,8 +3,8 @@
     loop      a loop over the work items that are in use; each meets one slot's A and B
               and `block` rows. Reads only active slots. CPU: at every size the form
               that needs the least time, see `bench`.
-    gather    every row meets its own A and B, without sorting: two launches on a GPU,
-              no temporaries, but the same A is read once a row. Decode.
+    gather    every row meets its own A and B, without sorting: two or three launches on
+              a GPU, no temporaries, but the same A is read once a row. Decode.
     batched   all work items at once, in batched dense products over gathered copies of
               A and B. Prefill where a loop would wait for the host between its steps.
 
