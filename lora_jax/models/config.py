@@ -5,14 +5,14 @@ all of it in one `ModelError`. Knows no tensor names and makes no arrays.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from lora_jax.errors import ModelError, faults
 from lora_jax.models.activations import ACTIVATIONS
 from lora_jax.models.families import FAMILIES, FULL, SLIDING, Family
 from lora_jax.models.labels import read_labels
 from lora_jax.models.reader import Reader
-from lora_jax.models.rotary import Rotary
+from lora_jax.models.rotary import LongRotary, Rotary
 from lora_jax.models.rotary_config import read_rotary
 
 Parts = tuple[tuple[str, int], ...]
@@ -29,7 +29,8 @@ class ModelConfig:
       head_dim: width of one head; need not be `hidden_size / num_attention_heads`.
       norm, norm_eps: a key of `lora_jax.models.norm.NORMS`, and what it adds to the
         mean square.
-      max_position_embeddings: context length the model was made for, in tokens.
+      max_position_embeddings: longest text in tokens; of a model with longrope its
+        original context, see `LongRotary`.
       tie_word_embeddings: whether the head is the embedding table.
       qkv_bias, o_bias, mlp_bias: which products add a bias.
       qk_norm: whether queries and keys are normed per head.
@@ -155,7 +156,7 @@ def _build(reader: Reader, family: Family) -> ModelConfig:
         hidden_act=reader.one_of("hidden_act", tuple(ACTIVATIONS)),
         norm=family.norm,
         norm_eps=reader.number("rms_norm_eps"),
-        max_position_embeddings=reader.positive("max_position_embeddings"),
+        max_position_embeddings=_longest_text(reader, rotary.values()),
         tie_word_embeddings=reader.flag("tie_word_embeddings"),
         qkv_bias=_fact(reader, family.qkv_bias),
         o_bias=_fact(reader, family.o_bias),
@@ -172,6 +173,12 @@ def _build(reader: Reader, family: Family) -> ModelConfig:
         head=_head(reader, family),
         labels=read_labels(reader),
     )
+
+
+def _longest_text(reader: Reader, rotaries: Iterable[Rotary]) -> int:
+    """Returns the context length, shorter where only the short factors are computed."""
+    limits = [r.original_positions for r in rotaries if isinstance(r, LongRotary)]
+    return min([reader.positive("max_position_embeddings"), *limits])
 
 
 def _fact(reader: Reader, fact: bool | str) -> bool:

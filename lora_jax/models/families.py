@@ -14,7 +14,7 @@ Values = Mapping[str, object]
 FULL, SLIDING = "full_attention", "sliding_attention"
 """The entries of `layer_types` that a decoder layer can be."""
 
-ROTARY_KINDS = ("default", "linear", "llama3", "yarn")
+ROTARY_KINDS = ("default", "linear", "llama3", "yarn", "longrope")
 """The kinds of rotary scaling that most families may name."""
 
 
@@ -189,8 +189,8 @@ _PHI3 = dataclasses.replace(
         "sliding_window": None,
     },
     fused_tensors=True,
-    # transformers reads every other kind of Phi-3 as longrope.
-    rotary_kinds=("default",),
+    # transformers reads the kind "yarn" of a Phi-3 as longrope.
+    rotary_kinds=("default", "longrope"),
 )
 _GEMMA2 = dataclasses.replace(
     _LLAMA,

@@ -50,6 +50,17 @@ class Reader:
         """Returns a positive number, or `default` for null, zero or nothing."""
         return self.number(key) if self.values.get(key) else default
 
+    def numbers(self, key: str, count: int) -> tuple[float, ...]:
+        """Returns a list of `count` positive numbers."""
+        found = self.values.get(key)
+        numbers = found if isinstance(found, list) else []
+        inner = Reader({str(index): number for index, number in enumerate(numbers)})
+        read = tuple(inner.number(index) for index in inner.values)
+        if inner.faults or len(read) != count:
+            self.fault(f"{key}: expected a list of {count} positive numbers")
+            return (1.0,) * count
+        return read
+
     def flag(self, key: str) -> bool:
         """Returns true or false."""
         value = self.values.get(key)

@@ -1,7 +1,7 @@
 """Rotary position embedding: the angles of each kind of scaling, and the rotation.
 
-Knows the kinds that Llama-like configs name (default, linear, llama3, yarn); kinds
-whose angles depend on the running length (dynamic, longrope) are not here.
+Knows the kinds that Llama-like configs name (default, linear, llama3, yarn, longrope);
+the kind whose angles depend on the running length (dynamic) is not here.
 
 Source: transformers `modeling_rope_utils.py`; RoFormer, https://arxiv.org/abs/2104.09864;
 YaRN, https://arxiv.org/abs/2309.00071.
@@ -116,6 +116,36 @@ class YarnRotary(Rotary):
         """Returns the feature index that makes `turns` turns over the old context."""
         wavelengths = self.original_positions / (turns * 2 * math.pi)
         return self.dim * math.log(wavelengths) / (2 * math.log(self.theta))
+
+
+@dataclasses.dataclass(frozen=True)
+class LongRotary(Rotary):
+    """Each angle divided by a factor of its own: Phi-3's long context, short form.
+
+    Such a model has a second list of factors for texts longer than `original_positions`
+    and changes over in the middle of a text, which makes all its cached keys wrong.
+    Here the first list is used and texts end at `original_positions`.
+
+    Attributes:
+      original_positions: longest text, in tokens, that these factors are for.
+      factors: one for each pair of features.
+    """
+
+    original_positions: int
+    factors: tuple[float, ...]
+
+    def frequencies(self) -> Float[np.ndarray, " half"]:
+        return self.unscaled() / np.array(self.factors)
+
+
+def long_attention_factor(factor: float, original_positions: int) -> float:
+    """Returns longrope's temperature where a config gives none.
+
+    Source: LongRoPE, https://arxiv.org/abs/2402.13753.
+    """
+    if factor <= 1:
+        return 1.0
+    return math.sqrt(1 + math.log(factor) / math.log(original_positions))
 
 
 def yarn_attention_factor(factor: float, mscale: float, mscale_all_dim: float) -> float:

@@ -12,8 +12,10 @@ from lora_jax.models.rotary import (
     DefaultRotary,
     LinearRotary,
     Llama3Rotary,
+    LongRotary,
     Rotary,
     YarnRotary,
+    long_attention_factor,
     yarn_attention_factor,
 )
 
@@ -59,9 +61,13 @@ def _gathered(reader: Reader, layer_kind: str) -> dict[str, object]:
     values.setdefault("rope_theta", outer["rope_theta"] if local is None else local)
     values.setdefault("partial_rotary_factor", outer.get("partial_rotary_factor", 1.0))
     values.setdefault("rope_type", values.get("type", "default"))
+    if values["rope_type"] == "su":  # what longrope was called at first
+        values["rope_type"] = "longrope"
+    values["max_position_embeddings"] = outer["max_position_embeddings"]
+    if original is not None:  # goes before the nested one, as in transformers
+        values["original_max_position_embeddings"] = original
     values.setdefault(
-        "original_max_position_embeddings",
-        outer["max_position_embeddings"] if original is None else original,
+        "original_max_position_embeddings", outer["max_position_embeddings"]
     )
     return values
 
@@ -104,9 +110,24 @@ def _yarn(inner: Reader, theta: float, dim: int) -> Rotary:
     )
 
 
+def _longrope(inner: Reader, theta: float, dim: int) -> Rotary:
+    original = inner.positive("original_max_position_embeddings")
+    longest = inner.positive("max_position_embeddings")
+    factor = inner.number_or("factor", longest / original)
+    given = inner.number_or("attention_factor", 0.0)
+    return LongRotary(
+        theta,
+        dim,
+        original_positions=original,
+        factors=inner.numbers("short_factor", dim // 2),
+        attention_factor=given or long_attention_factor(factor, original),
+    )
+
+
 _KINDS: dict[str, Callable[[Reader, float, int], Rotary]] = {
     "default": _default,
     "linear": _linear,
     "llama3": _llama3,
     "yarn": _yarn,
+    "longrope": _longrope,
 }

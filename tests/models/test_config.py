@@ -103,7 +103,12 @@ FAULTS = {
     "groups": ({"num_key_value_heads": 3}, "3 does not divide num_attention_heads 4"),
     "dynamic": ({"rope_scaling": {"type": "dynamic", "factor": 2.0}},
                 "rope_type: found 'dynamic', expected one of default"),
-    "longrope": ({"rope_parameters": {"rope_type": "longrope"}}, "found 'longrope'"),
+    "no factors": ({"rope_parameters": {"rope_type": "longrope"}},
+                   "short_factor: expected a list of 4 positive numbers"),
+    "few factors": ({"rope_scaling": {"type": "su", "short_factor": [1.0]}},
+                    "short_factor: expected a list of 4 positive numbers"),
+    "phi3 yarn": ({"model_type": "phi3", "architectures": None,
+                   "rope_scaling": {"type": "yarn", "factor": 2.0}}, "found 'yarn'"),
     "no factor": ({"rope_scaling": {"type": "linear"}}, "factor: found nothing"),
     "scaling": ({"rope_scaling": [2.0]}, r"rope_scaling: found \[2.0\]"),
     "odd rotation": ({"partial_rotary_factor": 0.4}, "rotates 3 features of a head"),
@@ -132,6 +137,18 @@ def test_all_faults_are_named_at_once():
         read(**{**LLAMA, "vocab_size": 0, "rms_norm_eps": None, "hidden_act": "x"})
     for name in ("vocab_size", "rms_norm_eps", "hidden_act"):
         assert name in str(error.value)
+
+
+def test_longrope_keeps_the_original_context():
+    scaling = {"type": "longrope", "short_factor": [1, 1, 2, 2], "factor": 4.0}
+    config = read(
+        **{**LLAMA, "model_type": "phi3", "architectures": ["Phi3ForCausalLM"]},
+        max_position_embeddings=128,
+        original_max_position_embeddings=32,
+        rope_scaling=scaling,
+    )
+    assert config.max_position_embeddings == 32
+    assert config.rotaries[0].attention_factor == pytest.approx(1.4**0.5)
 
 
 def test_an_unknown_model_type_names_the_known_ones():

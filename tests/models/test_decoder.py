@@ -40,6 +40,16 @@ PARTIAL = {
         "partial_rotary_factor": 0.5,
     }
 }
+LONGROPE = {
+    "max_position_embeddings": 128,
+    "original_max_position_embeddings": 32,
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 500.0,
+        "short_factor": [1.0, 1.1, 1.3, 2.0],
+        "long_factor": [1.0, 2.0, 4.0, 8.0],
+    },
+}
 GEMMA2 = {
     "head_dim": 16,
     "query_pre_attn_scalar": 24,
@@ -86,6 +96,11 @@ CASES = {
     "qwen3": ("qwen3", {"head_dim": 16}),
     "phi3": ("phi3", {"tie_word_embeddings": False}),
     "phi3 partly rotated": ("phi3", {**PARTIAL, **SLIDING}),
+    "phi3 longrope": ("phi3", LONGROPE),
+    "phi3 longrope with a factor": (
+        "phi3",
+        {"rope_parameters": {**LONGROPE["rope_parameters"], "attention_factor": 1.7}},
+    ),
     "gemma2": ("gemma2", GEMMA2),
     "gemma2 without caps": (
         "gemma2",
