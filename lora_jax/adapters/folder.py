@@ -22,6 +22,8 @@ MAX_CONFIG_BYTES = 4 * 2**20
 
 MAX_SHARDS = 1000
 
+Check = Callable[[Mapping[str, object]], None]
+
 Tensors = dict[str, np.ndarray]
 
 
@@ -40,12 +42,15 @@ class Folder:
     tensors: Mapping[str, np.ndarray]
 
 
-def read_folder(path: Path, *, root: Path | None = None) -> Folder:
+def read_folder(
+    path: Path, *, root: Path | None = None, check: Check | None = None
+) -> Folder:
     """Reads an adapter's folder.
 
     Args:
       path: the folder.
       root: folder that every file must lie in, symbolic links followed; None for any.
+      check: is given the config before the weights are read, and may refuse it.
 
     Raises:
       AdapterNotFoundError: if there is no config in it.
@@ -57,6 +62,8 @@ def read_folder(path: Path, *, root: Path | None = None) -> Folder:
         for file in path.iterdir():
             check_inside(file, root)
     config = read_json(path / CONFIG_NAME)
+    if check is not None:
+        check(config)
     for name, reader in READERS.items():
         if (path / name).exists():
             return Folder(path, config, reader(path / name))

@@ -3,16 +3,19 @@
 import os
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from lora_jax.adapters.adapter import Adapter
 from lora_jax.adapters.build import Source, build_adapter
+from lora_jax.adapters.config import read_meaning
 from lora_jax.adapters.folder import read_file, read_folder, read_json
 from lora_jax.adapters.formats import to_peft
 from lora_jax.adapters.formats.converted import base_name
 from lora_jax.adapters.location import find_adapter
+from lora_jax.errors import AdapterError, faults
 
 
 def load_adapter(
@@ -51,8 +54,13 @@ def load_adapter(
     """
     top = None if root is None else Path(root)
     found = find_adapter(os.fspath(path), root=top)
-    reads = read_folder if found.is_dir() else read_file
-    folder = reads(found, root=top)
+    full = Path(os.path.abspath(found))
+    shown = name or (full.name if found.is_dir() else full.stem)
+    if found.is_dir():
+        check = partial(_check_rank, shown, found, max_lora_rank)
+        folder = read_folder(found, root=top, check=check)
+    else:
+        folder = read_file(found, root=top)
     source = _source(
         folder.tensors,
         folder.config,
@@ -61,9 +69,7 @@ def load_adapter(
         max_lora_rank=max_lora_rank,
         allow_nonfinite=allow_nonfinite,
     )
-    full = Path(os.path.abspath(folder.path))
-    shown = full.name if found.is_dir() else full.stem
-    return build_adapter(source, name=name or shown, adapter_id=adapter_id)
+    return build_adapter(source, name=shown, adapter_id=adapter_id)
 
 
 def adapter_from_tensors(
@@ -106,6 +112,23 @@ def adapter_from_tensors(
         allow_nonfinite=allow_nonfinite,
     )
     return build_adapter(source, name=name, adapter_id=adapter_id)
+
+
+def _check_rank(
+    name: str, path: Path, limit: int | None, config: Mapping[str, object]
+) -> None:
+    """Refuses, before weights are read, a PEFT config of too large ranks only."""
+    meaning, found = read_meaning(config)
+    if limit is None or meaning is None or meaning.rank is None:
+        return
+    ranks = [meaning.rank, *meaning.rank_pattern.values()]
+    if min(ranks) > limit:
+        found.append(
+            f"config: rank {max(ranks)} exceeds max_lora_rank={limit}; raise "
+            "max_lora_rank, or reduce the adapter's rank"
+        )
+        headline = f"adapter {name!r} ({path}) cannot be read:"
+        raise AdapterError(faults(headline, found))
 
 
 def _source(

@@ -6,6 +6,7 @@ that rebuild tensors from the archive's own data become arrays.
 Source: the zip format of torch.save, `torch/serialization.py`, since torch 1.6.
 """
 
+import struct
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -33,6 +34,19 @@ STORAGES: Mapping[str, np.dtype] = {
     "BoolStorage": np.dtype(np.bool_),
 }
 
+BROKEN_ZIP = (
+    zipfile.BadZipFile,
+    EOFError,
+    IndexError,
+    KeyError,
+    NotImplementedError,
+    OSError,
+    OverflowError,
+    RuntimeError,  # encrypted
+    struct.error,
+)
+"""What `zipfile` raises on mutated archives."""
+
 CONVERT = (
     "convert it where it comes from and is trusted: "
     "safetensors.torch.save_file(torch.load(file), 'adapter_model.safetensors')"
@@ -50,7 +64,7 @@ def read_torch_file(path: Path) -> dict[str, np.ndarray]:
         try:
             with zipfile.ZipFile(file) as archive:
                 return _read_archive(archive)
-        except (zipfile.BadZipFile, NotImplementedError, EOFError, OSError) as error:
+        except BROKEN_ZIP as error:
             text = f"{path}: is no zip file of torch.save: {error}; {CONVERT}"
             raise AdapterError(text) from error
         except ValueError as error:

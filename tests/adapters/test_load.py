@@ -153,3 +153,15 @@ def test_home_and_relative_paths(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path / "sql")
     assert load_adapter(".").name == "sql"
     assert load_adapter("../sql", 5, name="own").name == "own"
+
+
+def test_a_config_of_too_large_a_rank_is_refused_before_weights_are_read(tmp_path):
+    fields = config(r=64, rank_pattern={"q_proj": 128})
+    (write(tmp_path, {}, fields) / "adapter_model.safetensors").write_bytes(b"unread")
+    with pytest.raises(AdapterError, match="rank 128 exceeds max_lora_rank=32; raise"):
+        load_adapter(tmp_path, max_lora_rank=32)
+
+
+def test_a_large_default_rank_that_no_tensor_has_is_no_fault(tmp_path):
+    fields = config(r=64, rank_pattern={".*": 4})
+    assert load_adapter(write(tmp_path, pairs(), fields), max_lora_rank=32).rank == 4

@@ -88,6 +88,15 @@ def test_an_archive_that_torch_would_not_write_is_refused(tmp_path):
             read_torch_file(archive(tmp_path / "a.bin", program, **options))
 
 
+def test_an_encrypted_archive_is_refused(tmp_path):
+    path = archive(tmp_path / "a.bin", tensor_program())
+    data = bytearray(path.read_bytes())
+    data[data.index(b"PK\x01\x02") + 8] |= 1  # in the directory
+    path.write_bytes(data)
+    with pytest.raises(AdapterError, match="encrypted"):
+        read_torch_file(path)
+
+
 def tensor_program(kind="FloatStorage", offset=0, shape=(2, 3), strides=(3, 1)):
     """Writes a state dict's pickle by hand, so that its numbers can be wrong."""
 
