@@ -7,6 +7,7 @@ bank layout: the slot index is traced, the adapter's values arrive as one flat b
 per dtype, so no other rank, target set or slot compiles anything.
 """
 
+import functools
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -187,7 +188,9 @@ def bank_dtype(sites: Sites, lora_dtype: str) -> np.dtype:
         for layer in sites.values()
         for leaf in jax.tree.leaves(nnx.state(layer, nnx.Param))
     )
-    return np.dtype(next(weights).dtype)
+    # A quantised kernel holds integers beside its float scales.
+    floats = (leaf for leaf in weights if jnp.issubdtype(leaf.dtype, jnp.floating))
+    return np.dtype(next(floats).dtype)
 
 
 def slot_layout(sites: Sites, dtype: np.dtype) -> SlotLayout:
@@ -226,11 +229,12 @@ def stage_slot(layout: SlotLayout, packed: Packed) -> dict[str, np.ndarray]:
     _check_room(layout, packed)
     sizes: dict[str, int] = {}
     for _, _, spec in _in_order(layout):
-        sizes[spec.dtype.name] = sizes.get(spec.dtype.name, 0) + math.prod(spec.shape)
+        dtype = _name(spec.dtype)
+        sizes[dtype] = sizes.get(dtype, 0) + math.prod(spec.shape)
     buffers = {dtype: np.zeros(size, dtype) for dtype, size in sizes.items()}
     starts = dict.fromkeys(buffers, 0)
     for name, key, spec in _in_order(layout):
-        dtype = spec.dtype.name
+        dtype = _name(spec.dtype)
         start = starts[dtype]
         starts[dtype] = stop = start + math.prod(spec.shape)
         values = packed.sites.get(name, {}).get(key)
@@ -238,6 +242,12 @@ def stage_slot(layout: SlotLayout, packed: Packed) -> dict[str, np.ndarray]:
             corner = tuple(slice(size) for size in values.shape)
             buffers[dtype][start:stop].reshape(spec.shape)[corner] = values
     return buffers
+
+
+@functools.cache
+def _name(dtype: np.dtype) -> str:
+    """NumPy makes the name anew at each access, and an adapter has many arrays."""
+    return dtype.name
 
 
 def _check_room(layout: SlotLayout, packed: Packed) -> None:

@@ -6,6 +6,7 @@ bank may keep it.
 """
 
 import time
+from weakref import WeakSet
 
 import jax
 import numpy as np
@@ -56,6 +57,7 @@ class DeviceTier:
         self._bank = empty_bank(sites, slots, dtype)
         self.layout = bank_layout(self._bank)
         self.place = jax.devices()[0]
+        self._has_room: WeakSet[Packed] = WeakSet()
         before = count_references(self._bank)
         self._show()
         after = count_references(self._bank)
@@ -105,12 +107,15 @@ class DeviceTier:
         Most arrays are then still those of the old bank, which others may hold: nobody
         knows whose they are, so the next write must not be in place.
         """
+        if packed in self._has_room:
+            return
         grown = room_for(self._bank, self._sites, packed)
         if grown is not self._bank:
             self._bank = grown
             self.layout = bank_layout(grown)
             self._own = None
             self._show()
+        self._has_room.add(packed)  # For good: a bank never shrinks.
 
     def _publish(self) -> None:
         # Counted before the variables show it: until then nobody else can reach it.
