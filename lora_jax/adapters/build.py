@@ -66,7 +66,7 @@ def build_adapter(source: Source, *, name: str, adapter_id: int | None) -> Adapt
     if meaning is not None:
         try:
             built = _build_parts(groups, meaning)
-            notes += meaning.absent(list(groups.modules))
+            notes += meaning.absent([item.alias or m for m, item in built.items()])
         except ValueError as error:
             found.append(f"config: rank_pattern or alpha_pattern: {error}")
         found += [fault for item in built.values() for fault in item.faults]

@@ -115,7 +115,7 @@ class Meaning:
         declared = {
             "target_modules": self.targets,
             "modules_to_save": self.modules_to_save,
-            "target_parameters": [name.rpartition(".")[0] for name in self.parameters],
+            "target_parameters": [n.removesuffix(".weight") for n in self.parameters],
         }
         for field, names in declared.items():
             missing = [n for n in names if not any(f".{n}." in path for path in paths)]

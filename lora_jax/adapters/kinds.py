@@ -34,11 +34,19 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Built:
-    """A part and how its scale was found, or the faults that keep it from being."""
+    """A part, or the faults that keep it from being.
+
+    Attributes:
+      part: what is done to the module, None after a fault.
+      scale_rule: how its scale was found.
+      faults: what is wrong with it.
+      alias: name that the config knows it by, "" for its module path.
+    """
 
     part: AdapterPart | None
     scale_rule: str
     faults: tuple[str, ...]
+    alias: str = ""
 
 
 Tensors = Mapping[Role, Tensor]
@@ -110,7 +118,7 @@ def build_experts(module: str, tensors: Tensors, meaning: Meaning) -> Built:
     scale, rule = meaning.scale_of(alias, rank)
     version = meaning.peft_version
     part = ExpertsLowRank(a.array, b.array, scale, rank, parameter, version)
-    return Built(part, rule, ())
+    return Built(part, rule, (), alias)
 
 
 def build_full_module(module: str, tensors: Tensors, meaning: Meaning) -> Built:
@@ -260,15 +268,21 @@ def _vector_faults(module: str, tensor: Tensor | None, length: int) -> list[str]
 
 
 def _parameter_of(module: str, meaning: Meaning) -> str:
-    """The expert parameter behind a path: of two, the outer one is `.base_layer`."""
+    """The expert parameter behind a path, "" where nothing tells.
+
+    PEFT nests two parameters of one module in the model's order, so the first is
+    `.base_layer`; one alone never is, and then only the config tells which it is.
+    """
     root = module.removesuffix(".base_layer")
-    names = [p.rpartition(".") for p in meaning.parameters]
-    mine = [last for head, _, last in names if f".{root}".endswith(f".{head}")]
+    names = [name.rpartition(".") for name in meaning.parameters]
+    mine = [p for head, _, p in names if not head or f".{root}".endswith(f".{head}")]
     if len(mine) == 1:
         return mine[0]
-    return "gate_up_proj" if module.endswith(".base_layer") else "down_proj"
+    if module.endswith(".base_layer"):
+        return "gate_up_proj"
+    return "down_proj" if mine else ""
 
 
 def _pattern_name(module: str, parameter: str) -> str:
     """The name that rank and alpha patterns know a parameter by."""
-    return f"{module.removesuffix('.base_layer')}.{parameter}"
+    return f"{module.removesuffix('.base_layer')}.{parameter or 'down_proj'}"

@@ -190,16 +190,27 @@ def test_experts_keep_their_flat_factors_and_their_parameter():
     assert (outer.parameter, outer.rank, outer.scale) == ("down_proj", 3, 4.0)
 
 
-def test_one_target_parameter_names_the_only_pair():
-    names = ["mlp.experts.gate_up_proj"]
-    part = read(experts(EXPERTS, rank=4), target_parameters=names).parts[EXPERTS]
-    assert part.parameter == "gate_up_proj"
+PARAMETERS = [
+    (["mlp.experts.gate_up_proj"], "gate_up_proj"),
+    (["mlp.experts.down_proj"], "down_proj"),
+    (["gate_up_proj"], "gate_up_proj"),
+    (["mlp.experts.gate_up_proj", "mlp.gate.weight"], "gate_up_proj"),
+    (None, ""),
+]
+
+
+@pytest.mark.parametrize(("names", "parameter"), PARAMETERS)
+def test_only_the_config_tells_which_parameter_one_pair_is_for(names, parameter):
+    adapter = read(experts(EXPERTS, rank=4), target_parameters=names)
+    assert adapter.parts[EXPERTS].parameter == parameter
+    absent = [note for note in adapter.report.notes if "mlp.gate" not in note]
+    assert absent == []
 
 
 DECLARED = [
     {"target_modules": ["q_proj", "nowhere"]},
     {"modules_to_save": ["nowhere"]},
-    {"target_parameters": ["nowhere.gate_up_proj"]},
+    {"target_parameters": ["mlp.experts.nowhere"]},
 ]
 
 

@@ -160,3 +160,61 @@ def test_reading_merging_and_writing_agree_with_peft(tmp_path, torch, case):
     )
     assert load_adapter(again).content_hash == adapter.content_hash
     assert json.loads((again / "adapter_config.json").read_text())["r"] == 4
+
+
+EXPERTS = {
+    "both": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+    "gate_up": ["mlp.experts.gate_up_proj"],
+    "down": ["mlp.experts.down_proj"],
+    "router": ["mlp.gate.weight"],
+}
+MOE = {
+    **SIZES,
+    "num_hidden_layers": 1,
+    "moe_intermediate_size": 24,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "head_dim": 8,
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("case", EXPERTS)
+def test_expert_factors_mean_what_peft_means_by_them(tmp_path, torch, case):
+    """The flat factors, read expert by expert and added to the base, give its logits.
+
+    Rank 3 and 4 experts differ, so that taking one axis for the other would show.
+    """
+    from peft import LoraConfig, get_peft_model
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(0)
+    base = Qwen3MoeForCausalLM(Qwen3MoeConfig(**MOE)).eval()
+    state = {name: value.clone() for name, value in base.state_dict().items()}
+    plain = logits_of(base)
+    fields = {"target_modules": ["q_proj"], "target_parameters": EXPERTS[case]}
+    fields |= {"rank_pattern": {"down_proj": 2}, "alpha_pattern": {"gate_up_proj": 5}}
+    model = get_peft_model(base, LoraConfig(r=3, lora_alpha=7, **fields))
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data += 0.3 * torch.randn_like(parameter)
+    expected = logits_of(model.eval())
+    assert np.abs(expected - plain)[:, 1:].max(axis=-1).min() > 10 * TOLERANCE
+    model.save_pretrained(tmp_path / "a")
+
+    adapter = load_adapter(tmp_path / "a")
+    assert adapter.report.matched == adapter.report.total
+    for module, part in adapter.parts.items():
+        if part.kind == "experts":
+            name = f"{module.removesuffix('.base_layer')}.{part.parameter}"
+            a = part.a.reshape(4, part.rank, -1)
+            b = part.b.reshape(-1, part.rank, 4)
+            delta = np.einsum("eri,ore->eoi", a, b)
+        else:
+            name, delta = f"{module}.weight", part.b @ part.a
+        state[name] = state[name] + torch.tensor(part.scale * delta)
+    merged = Qwen3MoeForCausalLM(Qwen3MoeConfig(**MOE)).eval()
+    merged.load_state_dict(state)
+    np.testing.assert_allclose(logits_of(merged), expected, atol=TOLERANCE, rtol=0)
+    again = load_adapter(save_adapter(adapter, tmp_path / "b"))
+    assert again.content_hash == adapter.content_hash
