@@ -1,0 +1,82 @@
+"""Weight-only quantisation of a model's linear layers, by qwix.
+
+Each linear layer is replaced, in place, by qwix' quantised version of itself: int8,
+int4 or nf4 kernels with float scales, dequantised in the product. Activations stay as
+they are, so a LoRA layer around one sees unquantised inputs. Needs the extra `quant`.
+"""
+
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from lora_jax.errors import ModelError
+
+Quantization = Literal["int8", "int4", "nf4"]
+"""Kinds of kernel: one scale for each output column (int8) or for each tile of it."""
+
+TILE = 32
+"""Inputs that share one scale in int4 and nf4 kernels, at most."""
+
+
+def quantize(model: nnx.Module, kind: Quantization) -> None:
+    """Quantises the kernel of every linear layer of a model, in place.
+
+    Embeddings and heads that are tied to them stay as they are. Do this before the
+    model is given to a manager.
+
+    Args:
+      model: any Flax NNX model; layers reached by two paths stay one layer.
+      kind: "int8": one scale for each output; "int4", "nf4": one for each tile of at
+        most 32 inputs of an output.
+    Raises:
+      ModelError: if qwix is not installed, or there is no linear layer.
+
+    Source: https://github.com/google/qwix.
+    """
+    try:
+        import qwix
+    except ImportError as error:
+        raise ModelError(
+            'quantising needs qwix; install it with pip install "lora-jax[quant]".'
+        ) from error
+    done: dict[int, nnx.Module] = {}
+    for _, parent in list(nnx.iter_modules(model)):
+        for name, child in list(nnx.iter_children(parent)):
+            if isinstance(child, nnx.Linear):
+                if id(child) not in done:
+                    done[id(child)] = _quantized(qwix, child, kind)
+                _set_child(parent, name, done[id(child)])
+    if not done:
+        raise ModelError(f"{type(model).__name__} has no linear layer to quantise.")
+
+
+def _quantized(qwix: object, layer: nnx.Linear, kind: Quantization) -> nnx.Module:
+    tile = None if kind == "int8" else _tile(layer.in_features)
+    rule = qwix.QuantizationRule(  # type: ignore[attr-defined]
+        module_path=".*", weight_qtype=kind, tile_size=tile
+    )
+    inputs = jnp.zeros((1, layer.in_features), layer.kernel[...].dtype)
+    provider = qwix.PtqProvider([rule])  # type: ignore[attr-defined]
+    return qwix.quantize_model(layer, provider, inputs)  # type: ignore[attr-defined]
+
+
+def _tile(d_in: int) -> int:
+    """Returns the largest tile that cuts the inputs evenly."""
+    return next(size for size in range(min(TILE, d_in), 0, -1) if d_in % size == 0)
+
+
+def _set_child(parent: nnx.Module, name: object, child: nnx.Module) -> None:
+    if isinstance(name, int):
+        parent[name] = child  # type: ignore[index]
+    else:
+        setattr(parent, str(name), child)
+
+
+def dequantized(layer: nnx.Module) -> jax.Array:
+    """Returns the float `(d_in, d_out)` kernel that a quantised layer multiplies by."""
+    identity = jnp.eye(layer.in_features, dtype=jnp.float32)
+    bias = vars(layer).get("bias")
+    product = type(layer).__call__(layer, identity)  # type: ignore[operator]
+    return product if bias is None else product - bias[...][None]
