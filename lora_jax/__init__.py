@@ -29,6 +29,9 @@ from lora_jax.layers import LoRARouting as LoRARouting
 from lora_jax.layers import LoRASlots as LoRASlots
 from lora_jax.manager import LoRAModelManager as LoRAModelManager
 from lora_jax.manager import LRUCacheLoRAModelManager as LRUCacheLoRAModelManager
+from lora_jax.manager import Memory as Memory
+from lora_jax.manager import Snapshot as Snapshot
+from lora_jax.manager import memory_needed as memory_needed
 from lora_jax.models import load_model as load_model
 from lora_jax.models import load_tokenizer as load_tokenizer
 from lora_jax.request import LoRARequest as LoRARequest
@@ -37,3 +40,5 @@ from lora_jax.routing import LoRAMappingType as LoRAMappingType
 from lora_jax.routing import RoutingSet as RoutingSet
 from lora_jax.routing import routing_from_slots as routing_from_slots
 from lora_jax.shapes import BASE_SLOT as BASE_SLOT
+from lora_jax.worker import LRUCacheWorkerLoRAManager as LRUCacheWorkerLoRAManager
+from lora_jax.worker import WorkerLoRAManager as WorkerLoRAManager

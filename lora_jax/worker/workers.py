@@ -21,6 +21,7 @@ from lora_jax.manager import LoRAModelManager
 from lora_jax.manager.prepared import Prepared
 from lora_jax.request import LoRARequest
 from lora_jax.routing import LoRAMapping
+from lora_jax.shapes import BASE_ID
 from lora_jax.worker.loading import Loader
 
 LOAD_THREADS = 2
@@ -133,10 +134,12 @@ class WorkerLoRAManager:
             leave too few; nothing has changed.
           AdapterNotFoundError, AdapterError: if one cannot be loaded; nothing has
             changed.
-          KeyError: if the mapping names an id that is in no slot.
+          KeyError: if the mapping names an id that is neither requested nor in a slot;
+            nothing has changed.
         """
         wanted = {request.lora_int_id: request for request in requests}
         self._check_count(len(wanted))
+        self._check_mapping(wanted, mapping)
         loaded: dict[int, Prepared] = {}
         while not self._try_apply(wanted, loaded, mapping):
             for id in self._missing(wanted, loaded):
@@ -216,6 +219,18 @@ class WorkerLoRAManager:
         slots = self.manager.lora_slots
         if wanted > slots:
             raise RuntimeError(self._too_many.format(wanted=wanted, slots=slots))
+
+    def _check_mapping(
+        self, wanted: dict[int, LoRARequest], mapping: LoRAMapping | None
+    ) -> None:
+        named = {*mapping.index_mapping, *mapping.prompt_mapping} if mapping else set()
+        absent = named - wanted.keys() - set(self.manager.lora_index_to_id)
+        absent = {id for id in absent if id > BASE_ID}
+        if absent:
+            raise KeyError(
+                f"adapters {sorted(absent)} of the mapping are neither requested nor "
+                "active; add their requests."
+            )
 
     def _apply(
         self, wanted: dict[int, LoRARequest], loaded: dict[int, Prepared]

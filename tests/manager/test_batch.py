@@ -1,10 +1,13 @@
 """The routing of the current mapping: cached, followed, never silently stale."""
 
+import jax
 import numpy as np
 import pytest
+from flax import nnx
 
 from helpers import TOLERANCE, Toy, expected_rows, inputs, make_adapter
 from lora_jax.config import LoRAConfig
+from lora_jax.forward import forward, split
 from lora_jax.manager import LRUCacheLoRAModelManager
 from lora_jax.routing import LoRAMapping
 
@@ -84,6 +87,27 @@ def test_an_all_base_batch_has_no_routing_at_all() -> None:
     manager.set_adapter_mapping(LoRAMapping((0, 0), (0, 0)))
     assert manager.routing == {}
     np.testing.assert_array_equal(manager.model(inputs(2)), Toy()(inputs(2)))
+
+
+def test_an_all_base_batch_traces_to_the_base_models_program() -> None:
+    manager = _manager(1, 2)
+    manager.set_adapter_mapping(LoRAMapping((0, 0), (0, 0)))
+    state = manager.snapshot()
+    graphdef, weights = split(manager.model)
+    base_graph, base_weights = nnx.split(Toy())
+
+    def adapted(weights: nnx.State, x: jax.Array) -> jax.Array:
+        return forward(graphdef, weights, state.bank, state.routing, x)
+
+    def base(weights: nnx.State, x: jax.Array) -> jax.Array:
+        return nnx.merge(base_graph, weights)(x)
+
+    traced = [
+        jax.make_jaxpr(adapted)(weights, inputs(2)),
+        jax.make_jaxpr(base)(base_weights, inputs(2)),
+    ]
+    primitives = [[str(eqn.primitive) for eqn in t.jaxpr.eqns] for t in traced]
+    assert primitives[0] == primitives[1]
 
 
 def test_a_wrong_number_of_rows_names_both() -> None:

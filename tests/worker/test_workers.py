@@ -234,6 +234,16 @@ def test_a_member_of_the_batch_that_another_evicts_is_not_read_again(
         assert worker.manager.stats.loads == 3
 
 
+def test_a_mapping_of_ids_that_nobody_requests_changes_nothing(
+    folder: Path, lru: WorkerLoRAManager
+) -> None:
+    lru.set_active_adapters([_request(folder, 1)], LoRAMapping((1, 0), (1, 0)))
+    state = _state(lru)
+    with pytest.raises(KeyError, match=r"adapters \[4\] of the mapping are neither"):
+        lru.set_active_adapters([_request(folder, 2)], LoRAMapping((2, 4), (2, 4)))
+    assert _state(lru) == state
+
+
 def test_removal_by_id_and_of_all(folder: Path, lru: WorkerLoRAManager) -> None:
     lru.set_active_adapters([_request(folder, id) for id in (1, 2)], None)
     assert [lru.remove_adapter(1), lru.remove_adapter(1)] == [True, False]
