@@ -22,5 +22,6 @@ from lora_jax.models.source import cache_dir as cache_dir
 from lora_jax.models.source import resolve_model as resolve_model
 from lora_jax.models.tokenizer import Tokenizer as Tokenizer
 from lora_jax.models.zoo import Model as Model
+from lora_jax.models.zoo import body_of as body_of
 from lora_jax.models.zoo import build_model as build_model
 from lora_jax.models.zoo import read_config as read_config

@@ -55,6 +55,11 @@ def causal(time: int, window: int | None) -> Bool[Array, "1 time time"]:
     return _between(positions, positions, window)[None]
 
 
+def counted_positions(time: int) -> Int[Array, "1 time"]:
+    """Returns `0 .. time-1`, the positions of a text from its beginning."""
+    return jax.lax.broadcasted_iota(jnp.int32, (1, time), 1)
+
+
 def seen_in_cache(
     positions: Int[Array, " batch"], length: int, window: int | None
 ) -> Bool[Array, "batch 1 length"]:

@@ -3,19 +3,18 @@
 from collections.abc import Mapping
 from typing import ClassVar
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from lora_jax.models.attend import cap
+from lora_jax.models.attend import cap, counted_positions
 from lora_jax.models.cache import KVCache
 from lora_jax.models.config import ModelConfig
 from lora_jax.models.decoder import Decoder
 from lora_jax.models.gpt2 import GPT2Decoder
 from lora_jax.models.head import TiedHead
-from lora_jax.models.linear import plain_linear
+from lora_jax.models.linear import PACKED_MODULES, plain_linear
 from lora_jax.models.names import Naming
 
 
@@ -35,10 +34,7 @@ class CausalLM(nnx.Module):
       lm_head: an `nnx.Linear`, or a `TiedHead` if its weights are the embedding table.
     """
 
-    packed_modules_mapping: ClassVar[Mapping[str, tuple[str, ...]]] = {
-        "qkv_proj": ("q_proj", "k_proj", "v_proj"),
-        "gate_up_proj": ("gate_proj", "up_proj"),
-    }
+    packed_modules_mapping: ClassVar[Mapping[str, tuple[str, ...]]] = PACKED_MODULES
 
     def __init__(self, config: ModelConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
         self.config = config
@@ -86,7 +82,7 @@ class CausalLM(nnx.Module):
             token always sees itself and what stands before it in its row.
         """
         if positions is None:
-            positions = _counted(tokens.shape[1])
+            positions = counted_positions(tokens.shape[1])
         hidden, _ = self.body.prefill(tokens, positions)
         return self.logits(hidden)
 
@@ -99,7 +95,7 @@ class CausalLM(nnx.Module):
           tokens: prompts padded on the right; what the padding computes is harmless, as
             no earlier token sees it and `decode` overwrites its keys and values.
         """
-        return self.body.prefill(tokens, _counted(tokens.shape[1]))
+        return self.body.prefill(tokens, counted_positions(tokens.shape[1]))
 
     def decode(
         self,
@@ -128,7 +124,3 @@ class CausalLM(nnx.Module):
         raw = raw.astype(jnp.float32)
         bound = self.config.logit_softcap
         return raw if bound is None else cap(raw, bound)
-
-
-def _counted(time: int) -> Int[Array, "1 time"]:
-    return jax.lax.broadcasted_iota(jnp.int32, (1, time), 1)

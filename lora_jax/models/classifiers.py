@@ -8,19 +8,17 @@ import abc
 from collections.abc import Mapping
 from typing import ClassVar
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from lora_jax.models.causal_lm import CausalLM
 from lora_jax.models.config import ModelConfig
 from lora_jax.models.decoder import Decoder
 from lora_jax.models.encoder import Encoder
 from lora_jax.models.encoder_config import EncoderConfig
 from lora_jax.models.gpt2 import GPT2Decoder
-from lora_jax.models.linear import plain_linear
+from lora_jax.models.linear import PACKED_MODULES, plain_linear
 from lora_jax.models.names import Naming
 from lora_jax.models.pooling import last_pool
 
@@ -48,9 +46,7 @@ class Classifier(nnx.Module, abc.ABC):
 class DecoderClassifier(Classifier):
     """A decoder whose last token is scored by `score`."""
 
-    packed_modules_mapping: ClassVar[Mapping[str, tuple[str, ...]]] = (
-        CausalLM.packed_modules_mapping
-    )
+    packed_modules_mapping: ClassVar[Mapping[str, tuple[str, ...]]] = PACKED_MODULES
 
     def __init__(self, config: ModelConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
         self.config = config
@@ -79,8 +75,7 @@ class DecoderClassifier(Classifier):
     ) -> Float[Array, "batch labels"]:
         """Returns the raw score of each label, float32."""
         del token_types
-        positions = jax.lax.broadcasted_iota(jnp.int32, (1, tokens.shape[1]), 1)
-        hidden, _ = self.body.prefill(tokens, positions)
+        hidden = self.body(tokens, mask)
         last = last_pool(hidden, mask).astype(hidden.dtype)
         return self.score(last).astype(jnp.float32)
 
@@ -97,6 +92,11 @@ class BertClassifier(Classifier):
         self.bert = Encoder(config, dtype=dtype, rngs=rngs)
         d, labels = config.hidden_size, len(config.labels)
         self.classifier = plain_linear(d, labels, use_bias=True, dtype=dtype, rngs=rngs)
+
+    @property
+    def body(self) -> Encoder:
+        """Returns everything but the head."""
+        return self.bert
 
     @classmethod
     def naming(cls, config: EncoderConfig) -> Naming:
@@ -138,6 +138,11 @@ class RobertaClassifier(Classifier):
         self.config = config
         self.roberta = Encoder(config, dtype=dtype, rngs=rngs)
         self.classifier = RobertaHead(config, dtype=dtype, rngs=rngs)
+
+    @property
+    def body(self) -> Encoder:
+        """Returns everything but the head."""
+        return self.roberta
 
     @classmethod
     def naming(cls, config: EncoderConfig) -> Naming:

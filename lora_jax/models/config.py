@@ -43,7 +43,7 @@ class ModelConfig:
       rotaries: for each layer the angles of its position embedding; empty if positions
         have a learned one.
       windows: for each layer how many positions a token sees, `None` for all.
-      head: `"causal_lm"` or `"classifier"`.
+      head: `"causal_lm"`, `"classifier"`, or `"none"` for hidden states only.
       labels: one name for each score of a classification head.
     """
 
@@ -74,6 +74,11 @@ class ModelConfig:
     windows: tuple[int | None, ...]
     head: str
     labels: tuple[str, ...]
+
+    @property
+    def body(self) -> str:
+        """Returns which body computes the model."""
+        return "decoder" if self.rotaries else "gpt2"
 
     @property
     def qkv_parts(self) -> Parts:

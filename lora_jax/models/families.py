@@ -58,6 +58,7 @@ def _architectures(name: str) -> dict[str, str]:
     return {
         f"{name}ForCausalLM": "causal_lm",
         f"{name}ForSequenceClassification": "classifier",
+        f"{name}Model": "none",
     }
 
 
@@ -222,6 +223,7 @@ _GEMMA3 = dataclasses.replace(
     architectures={
         "Gemma3ForCausalLM": "causal_lm",
         "Gemma3TextForSequenceClassification": "classifier",
+        "Gemma3TextModel": "none",
     },
     defaults={
         **_GEMMA2.defaults,
@@ -242,6 +244,7 @@ _GPT2 = dataclasses.replace(
     architectures={
         "GPT2LMHeadModel": "causal_lm",
         "GPT2ForSequenceClassification": "classifier",
+        "GPT2Model": "none",
     },
     defaults={
         **_COMMON,

@@ -7,13 +7,14 @@ tensors and adapters find their modules by path.
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from lora_jax.models.activations import ACTIVATIONS
-from lora_jax.models.attend import attend, causal, seen_in_cache
+from lora_jax.models.attend import attend, causal, counted_positions, seen_in_cache
 from lora_jax.models.cache import KVCache, write_position
 from lora_jax.models.config import ModelConfig
 from lora_jax.models.linear import Conv1D, plain_embed
+from lora_jax.models.names import Naming
 from lora_jax.models.norm import LayerNorm
 
 
@@ -105,9 +106,10 @@ class GPT2Layer(nnx.Module):
 
 
 class GPT2Decoder(nnx.Module):
-    """Everything but the head."""
+    """Everything but the head; alone it is a model that embeds texts."""
 
     def __init__(self, config: ModelConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        self.config = config
         d = config.hidden_size
         self.wte = plain_embed(config.vocab_size, d, dtype=dtype, rngs=rngs)
         positions = config.max_position_embeddings
@@ -122,6 +124,32 @@ class GPT2Decoder(nnx.Module):
     def embedding(self) -> Float[Array, "vocab d"]:
         """Returns the token embedding's table."""
         return self.wte.embedding[...]
+
+    @classmethod
+    def naming(cls, config: ModelConfig) -> Naming:
+        """Returns how a checkpoint may spell its tensors."""
+        del config
+        return Naming(
+            left_out="", put_before=("transformer.",), tied={}, unused=("lm_head.",)
+        )
+
+    def __call__(
+        self,
+        tokens: Int[Array, "batch time"],
+        mask: Bool[Array, "batch time"] | None = None,
+        token_types: Int[Array, "batch time"] | None = None,
+    ) -> Float[Array, "batch time d"]:
+        """Returns the hidden state of every token, as an `Encoder` does.
+
+        Args:
+          tokens: token ids, padded on the right.
+          mask: which of them are not padding; no token sees what comes after it, so
+            padding needs no mask here.
+          token_types: decoders know no segments.
+        """
+        del mask, token_types
+        hidden, _ = self.prefill(tokens, counted_positions(tokens.shape[1]))
+        return hidden
 
     def prefill(
         self, tokens: Int[Array, "batch time"], positions: Int[Array, "#batch time"]

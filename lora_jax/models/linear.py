@@ -4,9 +4,17 @@ Fusing q, k, v (and gate, up) makes one product of several; checkpoints and adap
 keep the children's names, and `parts` says which columns are whose.
 """
 
+from collections.abc import Mapping
+
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
+
+PACKED_MODULES: Mapping[str, tuple[str, ...]] = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+}
+"""The fused modules of a decoder and the children that each replaces."""
 
 
 class FusedLinear(nnx.Linear):

@@ -18,6 +18,7 @@ from lora_jax.models.classifiers import (
     RobertaClassifier,
 )
 from lora_jax.models.config import ModelConfig, config_from_dict
+from lora_jax.models.decoder import Decoder
 from lora_jax.models.encoder import Encoder
 from lora_jax.models.encoder_config import (
     ENCODER_FAMILIES,
@@ -25,12 +26,16 @@ from lora_jax.models.encoder_config import (
     encoder_config,
 )
 from lora_jax.models.families import FAMILIES
+from lora_jax.models.gpt2 import GPT2Decoder
 from lora_jax.models.names import Naming
 
 Config = ModelConfig | EncoderConfig
 """What a config.json means."""
 
-Model = CausalLM | DecoderClassifier | BertClassifier | RobertaClassifier | Encoder
+Body = Decoder | GPT2Decoder | Encoder
+"""What turns token ids, a mask and segments into hidden states."""
+
+Model = CausalLM | DecoderClassifier | BertClassifier | RobertaClassifier | Body
 """What `load_model` returns, with its `.config`."""
 
 CONFIGS: Mapping[str, Callable[..., Config]] = {
@@ -42,6 +47,10 @@ CONFIGS: Mapping[str, Callable[..., Config]] = {
 MODELS: Mapping[tuple[str, str], type] = {
     ("decoder", "causal_lm"): CausalLM,
     ("decoder", "classifier"): DecoderClassifier,
+    ("decoder", "none"): Decoder,
+    ("gpt2", "causal_lm"): CausalLM,
+    ("gpt2", "classifier"): DecoderClassifier,
+    ("gpt2", "none"): GPT2Decoder,
     ("bert", "classifier"): BertClassifier,
     ("roberta", "classifier"): RobertaClassifier,
     ("bert", "none"): Encoder,
@@ -89,11 +98,15 @@ def build_model(config: Config, *, dtype: DTypeLike, rngs: nnx.Rngs) -> Model:
     return _kind(config)(config, dtype=dtype, rngs=rngs)
 
 
+def body_of(model: Model) -> Body:
+    """Returns the part of any model that gives hidden states, to embed texts with."""
+    return model if isinstance(model, Body) else model.body
+
+
 def naming(config: Config) -> Naming:
     """Returns how a checkpoint of `config` may spell its tensors."""
     return _kind(config).naming(config)
 
 
 def _kind(config: Config) -> type:
-    body = config.body if isinstance(config, EncoderConfig) else "decoder"
-    return MODELS[body, config.head]
+    return MODELS[config.body, config.head]
