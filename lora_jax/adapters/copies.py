@@ -6,11 +6,22 @@ another base (or on a resized vocabulary) and must not be served as if nothing w
 """
 
 from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
 ROWS = 256
 """Rows kept of each copy, evenly spread, the last among them."""
+
+
+@runtime_checkable
+class Weight(Protocol):
+    """An array of NumPy or JAX."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    def __getitem__(self, rows: Any, /) -> Any: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,13 +38,18 @@ class BaseCopy:
     indices: np.ndarray
     rows: np.ndarray
 
-    def difference(self, weight: np.ndarray) -> str | None:
-        """Returns how the copy differs from a base weight `(rows, ...)`, None if not.
+    def difference(self, weight: Weight) -> str | None:
+        """Returns how the copy differs from a base layer's weight, None if not.
 
         Values may differ by the rounding of the coarser of the two dtypes.
+
+        Args:
+          weight: the base's, `(rows, ...)` as a checkpoint stores it, of NumPy or JAX;
+            only the rows that were kept are fetched.
         """
-        if weight.shape != self.shape:
-            return f"the file's base layer has shape {self.shape}, this {weight.shape}"
+        if tuple(weight.shape) != self.shape:
+            found = f"the file's base layer has shape {self.shape}"
+            return f"{found}, the base's {tuple(weight.shape)}"
         base = np.asarray(weight[self.indices])
         step = max(_step(base.dtype), _step(self.rows.dtype))
         left, right = base.astype(np.float64), self.rows.astype(np.float64)

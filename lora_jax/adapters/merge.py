@@ -140,6 +140,7 @@ def _plan(
 
 
 def _add_parts(plan: _Plan, adapter: Adapter, weight: float, known: set[str]) -> None:
+    plan.faults += _copy_faults(plan, adapter, known)
     matched, unmatched = match_modules(adapter.parts, known)
     plan.faults += [f"{module}: is no module of the base" for module in unmatched]
     if adapter.invocation_tokens:
@@ -147,6 +148,18 @@ def _add_parts(plan: _Plan, adapter: Adapter, weight: float, known: set[str]) ->
         plan.faults.append(text)
     for module, name in matched.items():
         plan.parts.setdefault(name, []).append((weight, adapter.parts[module]))
+
+
+def _copy_faults(plan: _Plan, adapter: Adapter, known: set[str]) -> list[str]:
+    """Base layers that the file carries and that are not this base's."""
+    found = []
+    for module, name in match_modules(adapter.base_copies, known)[0].items():
+        tied = name == plan.head and plan.base.is_tied
+        weight = plan.base.read(f"{plan.embed if tied else name}.weight")
+        difference = adapter.base_copies[module].difference(weight)
+        if difference is not None:
+            found.append(f"{module}: was trained on another base: {difference}")
+    return found
 
 
 def _untie(plan: _Plan) -> None:

@@ -179,6 +179,15 @@ def test_gpt2_stores_its_layers_input_major(tmp_path, width):
     np.testing.assert_allclose(after, weight + product(one.parts[name]).T, atol=1e-6)
 
 
+def test_a_copy_of_the_base_layer_must_be_this_bases(tmp_path):
+    copy = {f"{EMBED}.base_layer.weight": BASE[f"{EMBED}.weight"]}
+    head = {f"{HEAD}.base_layer.weight": BASE[f"{EMBED}.weight"]}
+    merged(tmp_path, [adapter(EMBED_PAIR | HEAD_PAIR | copy | head)])
+    other = adapter(HEAD_PAIR | {name: array + 1 for name, array in head.items()})
+    with pytest.raises(AdapterError, match="lm_head: was trained on another base"):
+        merge_adapters(tmp_path / "base", [other], tmp_path / "other")
+
+
 FAULTS = [
     (pair("model.layers.7.mlp.up_proj", 4), {}, "layers.7.mlp.up_proj: is no module"),
     ({}, {"alora_invocation_tokens": [1]}, "waits for tokens has no merge"),
