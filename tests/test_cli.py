@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from lora_jax import load_adapter
-from lora_jax.cli import main
+from lora_jax.cli import demo, main
+from lora_jax.cli.jsonl import read_input
 from tiny_llama import Oracle, tiny_model, write_adapter, write_model
 
 ROOT = Path(__file__).parent.parent
@@ -117,6 +118,15 @@ def test_random_answers_do_not_depend_on_the_order_of_lines(folders, tmp_path):
     assert answers[0] == answers[1]
 
 
+def test_generate_in_bfloat16(folders, tmp_path):
+    source = write_lines(tmp_path / "in.jsonl", LINES[:1])
+    target = tmp_path / "out.jsonl"
+    options = ["--dtype", "bfloat16", "--max-tokens", "2"]
+    assert generate(folders, source, target, *options) == 0
+    (answer,) = target.read_text().splitlines()
+    assert 1 <= len(json.loads(answer)["token_ids"]) <= 2
+
+
 BAD_LINES = {
     '{"id": 1, "prompt": "w1"': "not JSON",
     '["id"]': "expected an object, found a list",
@@ -131,6 +141,12 @@ BAD_LINES = {
     '{"id": 1, "prompt_token_ids": [true]}': "expected integers, found True",
     '{"id": 1, "messages": []}': "expected a list of at least one message",
     '{"id": 1, "messages": [{"role": "user"}]}': "'messages'[0]: expected an object",
+    '{"id": 1, "messages": [{"role": "user", "content": [1]}]}': "both text",
+    '{"id": 1, "prompt": "w1", "lora": "ada", "lora": null}': "'lora' comes twice",
+    '{"id": NaN, "prompt": "w1"}': "NaN is no JSON number",
+    '{"id": 1, "prompt": "\\ud800"}': "half of a surrogate pair",
+    '{"id": ' + "9" * 5000 + ', "prompt": "w1"}': "not JSON",
+    "[" * 100_000: "not JSON",
     '{"id": 1, "prompt": "w1", "lora": "eve"}': "unknown LoRA 'eve'; known: ada, bob",
     '{"id": 1, "prompt": "w1", "lora": 3}': "'lora': expected a name or null",
     '{"id": 1, "prompt": "w1", "laro": "ada"}': "unknown field 'laro'; known: id,",
@@ -289,10 +305,13 @@ def test_inspect_names_every_reason_that_a_model_cannot_serve(
 
 
 def test_inspect_of_what_is_no_adapter_is_one_message(tmp_path, capsys):
-    assert main(["inspect", str(tmp_path / "none")]) == 2
-    printed = capsys.readouterr().err
-    assert "error:" in printed
-    assert "Traceback" not in printed
+    assert main(["inspect", str(tmp_path / "none"), "--json"]) == 2
+    printed = capsys.readouterr()
+    assert "error:" in printed.err
+    assert "Traceback" not in printed.err
+    facts = json.loads(printed.out)
+    assert facts["servable"] is False
+    assert facts["reasons"]
 
 
 def test_demo_shows_answers_proof_and_compilations(folders, tmp_path, capsys):
@@ -311,6 +330,13 @@ def test_demo_shows_answers_proof_and_compilations(folders, tmp_path, capsys):
         assert fact in printed.out
     assert "changed with the row order: 0" in printed.out
     assert "loading" in printed.err
+
+
+def test_the_package_brings_adapters_and_prompts_for_the_demo():
+    folders = demo.find_adapters(demo.ADAPTERS)
+    lines = read_input(demo.ADAPTERS / demo.PROMPTS, folders)
+    assert {line.lora for line in lines} == {None, *folders}
+    assert all(load_adapter(folder).rank > 0 for folder in folders.values())
 
 
 def test_demo_without_adapters_is_one_message(folders, tmp_path, capsys):

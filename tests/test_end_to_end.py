@@ -7,6 +7,7 @@ on a real model against transformers and PEFT.
 import dataclasses
 import json
 import random
+import warnings
 
 import jax
 import numpy as np
@@ -288,7 +289,8 @@ def real(tmp_path_factory):
         )
         for index, name in enumerate([*NAMES, None, NAMES[0], None])
     ]
-    expected = answers_of_peft(tokenizer.folder, root, requests)
+    with warnings.catch_warnings():
+        expected = answers_of_peft(tokenizer.folder, root, requests)
     config = LoRAConfig(max_loras=SLOTS, max_cpu_loras=12, max_lora_rank=16)
     manager = LRUCacheLoRAModelManager(model, config)
     longest = max(len(request.prompt_token_ids) for request in requests)
@@ -310,6 +312,8 @@ def answers_of_peft(folder, root, requests):
     from peft import LoraConfig, PeftModel, get_peft_model
     from transformers import AutoModelForCausalLM
 
+    # transformers warns of an attribute that PEFT reads.
+    warnings.simplefilter("ignore", FutureWarning)
     torch.manual_seed(0)
     base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     config = LoraConfig(

@@ -32,7 +32,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Runs the command and returns its exit code."""
-    adapter = load_adapter(args.adapter)
+    try:
+        adapter = load_adapter(args.adapter)
+    except AdapterError as error:
+        if args.json:
+            reasons = str(error).splitlines()
+            facts = {"name": args.adapter.name, "servable": False, "reasons": reasons}
+            print(json.dumps(facts, indent=2, ensure_ascii=False))
+        raise
     refusal = None if args.model is None else refusal_of(adapter, args.model)
     facts = describe(adapter, args.model, refusal)
     if args.json:

@@ -45,7 +45,7 @@ def read_input(path: Path, lora_names: Collection[str]) -> list[InputLine]:
     Raises:
       RequestError: naming file and line of every bad line, or that there is no file.
     """
-    if not path.is_file():
+    if not path.exists() or path.is_dir():
         raise RequestError(f"input {path}: there is no such file.")
     lines: list[InputLine] = []
     found: list[str] = []
@@ -80,9 +80,11 @@ def _parse(
     number: int, text: bytes, lora_names: Collection[str]
 ) -> tuple[list[str], InputLine | None]:
     try:
-        value = json.loads(text.decode("utf-8-sig" if number == 1 else "utf-8"))
+        value = _strict_json(text.decode("utf-8-sig" if number == 1 else "utf-8"))
     except UnicodeDecodeError as error:
         return [f"not UTF-8: {error.reason} at byte {error.start}."], None
+    except UnicodeEncodeError:
+        return ["not text: an escape gives half of a surrogate pair."], None
     except (ValueError, RecursionError) as error:
         return [f"not JSON: {error}."], None
     if not isinstance(value, dict):
@@ -94,6 +96,30 @@ def _parse(
         *_max_tokens_faults(value),
     ]
     return problems, None if problems else _line(number, value)
+
+
+def _strict_json(text: str) -> object:
+    """Parses JSON; raises ValueError for what JSON leaves open or cannot be written.
+
+    A field that comes twice ("lora" once with a name, once null) has no one meaning;
+    NaN and lone surrogates, which Python lets in, cannot be written back.
+    """
+    value = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
+    json.dumps(value, ensure_ascii=False).encode("utf-8")
+    return value
+
+
+def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the field {twice!r} comes twice")
+    return fields
+
+
+def _no_constant(name: str) -> object:
+    raise ValueError(f"{name} is no JSON number")
 
 
 def _line(number: int, value: Mapping) -> InputLine:
@@ -155,8 +181,12 @@ def _message_faults(messages: object) -> list[str]:
     if not isinstance(messages, list) or not messages:
         return ["'messages': expected a list of at least one message."]
     for index, message in enumerate(messages):
-        if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
-            return [f"'messages'[{index}]: expected an object with role and content."]
+        fields = message if isinstance(message, dict) else {}
+        if not all(isinstance(fields.get(name), str) for name in ("role", "content")):
+            return [
+                f"'messages'[{index}]: expected an object with role and content, both"
+                " text."
+            ]
     return []
 
 

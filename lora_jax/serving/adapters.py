@@ -82,31 +82,26 @@ class ServedAdapters:
         registered = {} if self._manager is None else self._manager.list_adapters()
         return sorted({*self._sources, *(a.name for a in registered.values())})
 
-    def name_faults(self, name: str) -> list[str]:
-        """Returns what is wrong with a name: nothing, or that nobody has it."""
-        if self._find(name) is not None:
-            return []
-        return [f"there is no adapter {name!r}; {_known(name, self.names())}"]
+    def find(self, name: str) -> int | None:
+        """Returns the id behind a name; of several registered, the largest.
 
-    def id_of(self, name: str) -> int:
-        """Returns the id behind a name for which `name_faults` is empty."""
-        found = self._find(name)
-        assert found is not None
-        return found[0]
-
-    def hash_of(self, name: str) -> str:
-        """Returns the content hash behind a name for which `name_faults` is empty."""
-        found = self._find(name)
-        assert found is not None
-        return found[1]
-
-    def invocation_of(self, name: str) -> tuple[int, ...]:
-        """Returns the tokens from which on an activated LoRA acts; () for others.
-
-        The adapter must be registered now, as it is while a row holds it.
+        A name that was added here is found at once, whatever the number of adapters.
         """
-        registered = self._require_manager().list_adapters()
-        return registered[self.id_of(name)].invocation_tokens
+        if name in self._sources:
+            return self._sources[name].id
+        registered = {} if self._manager is None else self._manager.list_adapters()
+        named = [id for id, adapter in registered.items() if adapter.name == name]
+        return max(named, default=None)
+
+    def unknown(self, name: str) -> str:
+        """Returns the text that says that nobody has this name, and who is there."""
+        return f"there is no adapter {name!r}; {_known(name, self.names())}"
+
+    def get(self, adapter_id: int) -> Adapter:
+        """Returns an adapter that is registered, as it is while a row holds it."""
+        adapter = self._require_manager().get_adapter(adapter_id)
+        assert adapter is not None
+        return adapter
 
     def can_acquire(self, adapter_id: int) -> bool:
         """Whether the adapter has, or can get, a slot without evicting a held one."""
@@ -130,14 +125,6 @@ class ServedAdapters:
     def is_pinned(self, adapter_id: int) -> bool:
         """Whether the adapter keeps its slot when no row uses it."""
         return self._require_manager().is_pinned(adapter_id)
-
-    def _find(self, name: str) -> tuple[int, str] | None:
-        """Id and content hash; of several registered with one name, the newest."""
-        if name in self._sources:
-            return self._sources[name].id, self._sources[name].content_hash
-        registered = {} if self._manager is None else self._manager.list_adapters()
-        named = [a for a in registered.values() if a.name == name]
-        return (named[-1].id, named[-1].content_hash) if named else None
 
     def _read_again(self, adapter_id: int) -> Adapter:
         name = self._names.get(adapter_id)

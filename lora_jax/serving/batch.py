@@ -16,7 +16,7 @@ from lora_jax.forward import split
 from lora_jax.models import CausalLM, empty_cache
 from lora_jax.serving.buckets import row_ladder, smallest_that_holds, split_rows
 from lora_jax.serving.rows import RowFacts, StepRows, pack_rows
-from lora_jax.serving.steps import Steps
+from lora_jax.serving.steps import Rebuilt, Steps
 from lora_jax.shapes import BASE_SLOT
 
 PAD_TOKEN = 0
@@ -72,8 +72,9 @@ class Batch:
         num_positions: int,
         lengths: Sequence[int],
     ) -> None:
-        graphdef, self._weights = split(model)
-        self._steps = Steps(graphdef, num_slots)
+        graphdef, weights = split(model)
+        self._weights, structure = jax.tree.flatten(weights)
+        self._steps = Steps(Rebuilt(graphdef, structure, num_slots))
         self._num_rows = num_rows
         self._lengths = lengths
         dtype = model.model.embed_tokens.embedding.dtype
@@ -171,14 +172,16 @@ class Batch:
     def _decode(
         self, bank: Bank | None, rows: Sequence[RowFacts], *, lora: bool
     ) -> None:
-        self._tokens, self._cache = self._steps.decode(
+        packed = pack_rows(rows)
+        logits, self._cache = self._steps.decode(
             self._weights,
             bank,
-            self._tokens,
             cache=self._cache,
-            rows=pack_rows(rows),
+            tokens=self._tokens,
+            rows=packed,
             lora=lora,
         )
+        self._tokens = self._steps.draw(self._tokens, logits, packed)
 
     def _prefill(
         self,
@@ -195,15 +198,15 @@ class Batch:
             padded[index, : len(prompt.token_ids)] = prompt.token_ids
         pads = [RowFacts(self._num_rows, position=0)] * (size - len(chunk))
         rows = pack_rows([*(prompt.facts for prompt in chunk), *pads])
-        self._tokens, self._cache, hidden = self._steps.prefill(
+        logits, self._cache, hidden = self._steps.prefill(
             self._weights,
             bank,
-            self._tokens,
             cache=self._cache,
             prompts=padded,
             rows=rows,
             lora=lora,
         )
+        self._tokens = self._steps.draw(self._tokens, logits, rows)
         return hidden, padded, rows
 
 

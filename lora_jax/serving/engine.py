@@ -13,7 +13,6 @@ import numpy as np
 
 from lora_jax.manager import LoRAModelManager
 from lora_jax.models import CausalLM
-from lora_jax.routing import activation_start
 from lora_jax.serving.adapters import ServedAdapters
 from lora_jax.serving.batch import Batch, StepOutput
 from lora_jax.serving.buckets import smallest_that_holds
@@ -25,9 +24,8 @@ from lora_jax.serving.requests import (
     GenerationResult,
     TokenEvent,
 )
-from lora_jax.serving.running import Running, empty_result
+from lora_jax.serving.running import Running, empty_result, seat
 from lora_jax.serving.scheduler import Admission, Scheduler
-from lora_jax.shapes import BASE_SLOT
 from lora_jax.slots import Hold
 
 PATIENCE = 4
@@ -122,9 +120,8 @@ class Engine:
         if request.max_tokens == 0 and not request.prompt_logprobs:
             self._report_end(empty_result(request, FinishReason.LENGTH))
             return
-        adapter_id = None if request.lora is None else self.adapters.id_of(request.lora)
         self._queued[request.request_id] = request
-        self._scheduler.add(request.request_id, adapter_id)
+        self._scheduler.add(request.request_id, self._adapter_id(request))
 
     def cancel(self, request_id: str) -> bool:
         """Ends a request now; False if it is not in flight.
@@ -194,16 +191,16 @@ class Engine:
           RuntimeError: if an adapter can get no slot now.
         """
         self._intake.check_all(requests)
-        claims: dict[str, Hold] = {}
+        claims: dict[int, Hold] = {}
+        prompts = []
         try:
-            for name in dict.fromkeys(r.lora for r in requests if r.lora is not None):
-                claims[name] = self.adapters.acquire(self.adapters.id_of(name))
-            prompts = [
-                self._running_at(0, request, claims[request.lora].slot).prompt()
-                if request.lora
-                else Running(request, 0, BASE_SLOT, None).prompt()
-                for request in requests
-            ]
+            for request in requests:
+                id, adapter, slot = self._adapter_id(request), None, None
+                if id is not None:
+                    if id not in claims:
+                        claims[id] = self.adapters.acquire(id)
+                    adapter, slot = self.adapters.get(id), claims[id].slot
+                prompts.append(seat(request, 0, adapter, slot).prompt())
             return self._batch.prompt_logits(self.adapters.bank, prompts)
         finally:
             for claim in claims.values():
@@ -235,25 +232,15 @@ class Engine:
 
     def _start(self, admission: Admission) -> Running:
         request = self._queued.pop(admission.request_id)
-        running = Running(request, admission.row, BASE_SLOT, None)
-        if request.lora is not None:
-            assert admission.slot is not None
-            running = self._running_at(admission.row, request, admission.slot)
+        adapter = None
+        if admission.adapter_id is not None:
+            adapter = self.adapters.get(admission.adapter_id)
+        running = seat(request, admission.row, adapter, admission.slot)
         self._running[admission.row] = running
         return running
 
-    def _running_at(self, row: int, request: GenerationRequest, slot: int) -> Running:
-        """Returns a request in a row, with its adapter in `slot`.
-
-        An activated LoRA whose invocation the prompt lacks acts on no token.
-        """
-        assert request.lora is not None
-        invocation = self.adapters.invocation_of(request.lora)
-        start = activation_start(request.prompt_token_ids, invocation)
-        digest = self.adapters.hash_of(request.lora)
-        if start is None:
-            return Running(request, row, BASE_SLOT, digest)
-        return Running(request, row, slot, digest, start)
+    def _adapter_id(self, request: GenerationRequest) -> int | None:
+        return None if request.lora is None else self.adapters.find(request.lora)
 
     def _prefill(self, started: Sequence[Running]) -> None:
         prompts = [running.prompt() for running in started]

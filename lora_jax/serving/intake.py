@@ -53,6 +53,6 @@ class Intake:
         found = self._limits.faults(request)
         if request.request_id in self.in_flight:
             found.append("a request with this id is in flight; choose another id.")
-        if request.lora is not None:
-            found += self._adapters.name_faults(request.lora)
+        if request.lora is not None and self._adapters.find(request.lora) is None:
+            found.append(self._adapters.unknown(request.lora))
         return found

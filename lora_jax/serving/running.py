@@ -4,9 +4,12 @@ import dataclasses
 
 import numpy as np
 
+from lora_jax.adapters import Adapter
+from lora_jax.routing import activation_start
 from lora_jax.serving.batch import Prompt
 from lora_jax.serving.requests import FinishReason, GenerationRequest, GenerationResult
 from lora_jax.serving.rows import RowFacts
+from lora_jax.shapes import BASE_SLOT
 
 
 @dataclasses.dataclass(eq=False)
@@ -78,6 +81,23 @@ class Running:
             prompt_logprobs=self.prompt_logprobs,
             adapter_hash=self.adapter_hash,
         )
+
+
+def seat(
+    request: GenerationRequest, row: int, adapter: Adapter | None, slot: int | None
+) -> Running:
+    """Returns a request in a row, with its adapter held in `slot`; None for the base.
+
+    An activated LoRA whose invocation the prompt lacks acts on no token: its row is a
+    base row.
+    """
+    if adapter is None:
+        return Running(request, row, BASE_SLOT, None)
+    assert slot is not None
+    start = activation_start(request.prompt_token_ids, adapter.invocation_tokens)
+    if start is None:
+        return Running(request, row, BASE_SLOT, adapter.content_hash)
+    return Running(request, row, slot, adapter.content_hash, start)
 
 
 def empty_result(

@@ -7,9 +7,10 @@ adapter has, or can get, a slot. Rules:
   slot is passed over; it keeps its place. Base rows need no slot and never wait for
   one.
 - An adapter that a row uses is held: nothing evicts it.
-- No request waits for ever. One that was passed over `patience` times makes one of
-  the adapters in use *close*, the one in use for longest: no new request of a closing
-  adapter starts, so its rows run out and its slot becomes free.
+- No request waits for ever. When `patience` requests have started since one was first
+  passed over, it makes one of the adapters in use *close*, the one in use for longest:
+  no new request of a closing adapter starts, so its rows run out and its slot becomes
+  free.
 
 It does not know what a slot is made of: `AdapterGate` asks and acts.
 """
@@ -48,22 +49,24 @@ class Ticket:
     Attributes:
       request_id: unique among the tickets in flight.
       adapter_id: id of its adapter; None for the base model.
-      passed_over: how many later requests started while this one wanted a slot.
+      passed_at: how many requests had started when it was first passed over; None if
+        it never was.
       claim: on its adapter, while it runs.
     """
 
     request_id: str
     adapter_id: int | None
-    passed_over: int = 0
+    passed_at: int | None = None
     claim: Hold | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Admission:
-    """A request that starts now in `row`, with its adapter's slot (None: base)."""
+    """A request that starts now in `row`; adapter and slot are None for the base."""
 
     request_id: str
     row: int
+    adapter_id: int | None
     slot: int | None
 
 
@@ -81,7 +84,7 @@ class Scheduler:
     Args:
       num_rows: rows of the batch, at least 1.
       gate: gives slots to adapters.
-      patience: passings-over after which a request makes an adapter close.
+      patience: starts after which a request that was passed over makes one close.
     """
 
     def __init__(self, num_rows: int, gate: AdapterGate, *, patience: int) -> None:
@@ -91,6 +94,7 @@ class Scheduler:
         self._rows: list[Ticket | None] = [None] * num_rows
         # Rows of each adapter in use; the order is the order of first use.
         self._in_use: dict[int, int] = {}
+        self._started = 0
 
     @property
     def waiting(self) -> tuple[str, ...]:
@@ -125,14 +129,16 @@ class Scheduler:
         """
         admissions: list[Admission] = []
         refusals: list[Refusal] = []
-        passed: list[Ticket] = []
         free_rows = [row for row, ticket in enumerate(self._rows) if ticket is None]
-        closing = self._closing()
+        if not free_rows:
+            return admissions, refusals
+        blocked = self._closing()
         for ticket in list(self._waiting.values()):
             if not free_rows:
                 break
-            if not self._may_start(ticket, closing):
-                passed.append(ticket)
+            if not self._may_start(ticket, blocked):
+                if ticket.passed_at is None:
+                    ticket.passed_at = self._started
                 continue
             del self._waiting[ticket.request_id]
             try:
@@ -141,8 +147,6 @@ class Scheduler:
                 refusals.append(Refusal(ticket.request_id, error))
                 continue
             admissions.append(self._place(ticket, free_rows.pop(0)))
-            for earlier in passed:
-                earlier.passed_over += 1
         return admissions, refusals
 
     def finish(self, row: int) -> None:
@@ -157,12 +161,20 @@ class Scheduler:
         if not self._in_use[ticket.adapter_id]:
             del self._in_use[ticket.adapter_id]
 
-    def _may_start(self, ticket: Ticket, closing: frozenset[int]) -> bool:
-        if ticket.adapter_id is None:
+    def _may_start(self, ticket: Ticket, blocked: set[int]) -> bool:
+        """Says whether it can; notes an adapter that cannot get a slot in `blocked`.
+
+        Within one pass nothing is given back, so what is blocked stays so.
+        """
+        adapter_id = ticket.adapter_id
+        if adapter_id is None:
             return True
-        if ticket.adapter_id in closing:
+        if adapter_id in blocked:
             return False
-        return self._gate.can_acquire(ticket.adapter_id)
+        if self._gate.can_acquire(adapter_id):
+            return True
+        blocked.add(adapter_id)
+        return False
 
     def _claim(self, ticket: Ticket) -> None:
         if ticket.adapter_id is None:
@@ -172,17 +184,22 @@ class Scheduler:
 
     def _place(self, ticket: Ticket, row: int) -> Admission:
         self._rows[row] = ticket
+        self._started += 1
         slot = None if ticket.claim is None else ticket.claim.slot
-        return Admission(ticket.request_id, row, slot)
+        return Admission(ticket.request_id, row, ticket.adapter_id, slot)
 
-    def _closing(self) -> frozenset[int]:
+    def _closing(self) -> set[int]:
         """One adapter in use for each adapter that has waited past its patience."""
-        overdue = {
-            ticket.adapter_id
-            for ticket in self._waiting.values()
-            if ticket.passed_over >= self._patience
-            and ticket.adapter_id not in self._in_use
-        }
+        overdue: set[int | None] = set()
+        for ticket in self._waiting.values():
+            # Passed-over requests stand first in the queue, the longest waiting first.
+            if (
+                ticket.passed_at is None
+                or self._started - ticket.passed_at < self._patience
+            ):
+                break
+            if ticket.adapter_id not in self._in_use:
+                overdue.add(ticket.adapter_id)
         # Closing a pinned adapter frees no slot.
         used = [id for id in self._in_use if not self._gate.is_pinned(id)]
-        return frozenset(used[: len(overdue)])
+        return set(used[: len(overdue)])

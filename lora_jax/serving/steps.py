@@ -1,17 +1,20 @@
-"""The jitted programs of the engine: prefill, decode, score, head.
+"""The jitted programs of the engine: prefill, decode, draw, score, head.
 
 Each is a pure function of (weights, bank, rows, state): the routing is computed inside
 from the rows' slots, so whoever changes the slot table or the bank between two calls
 cannot change what a running call computes. A call in which no row has an adapter takes
 the variant without LoRA work (`lora=False`).
 
-    prefill   prompts `(rows, length)` -> first tokens; fills the cache's rows
-    decode    last tokens `(batch,)`   -> next tokens; one position more in the cache
+    prefill   prompts `(rows, length)` -> logits after each; fills the cache's rows
+    decode    last tokens `(batch,)` -> logits after each; adds a position to the cache
+    draw      logits -> tokens, into the batch's last tokens
     score     hidden states of prompts -> log-probability of each prompt token
     head      hidden states of prompts -> all their logits
 """
 
+import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Protocol, cast, runtime_checkable
 
 import jax
@@ -55,18 +58,46 @@ class Decoder(Protocol):
         ...
 
 
-class Steps:
-    """The engine's programs for one model and one bank layout.
+@dataclasses.dataclass(frozen=True, eq=False)
+class Rebuilt:
+    """The static half of a model: with its arrays it is the model again.
 
-    Args:
+    The arrays travel as a flat list: jit flattens its arguments at every call, and a
+    state of hundreds of variables costs it half a millisecond.
+
+    Attributes:
       graphdef: from `lora_jax.split`.
+      structure: of the weights.
       num_slots: slots of the bank; 0 if there is none.
     """
 
-    def __init__(self, graphdef: nnx.GraphDef, num_slots: int) -> None:
+    graphdef: nnx.GraphDef
+    structure: jax.tree_util.PyTreeDef
+    num_slots: int
+
+    def __call__(
+        self, weights: Sequence[Array], bank: Bank | None, routing: RoutingSet
+    ) -> Decoder:
+        """Returns the model with these arrays, under these slots and this routing."""
+        state = jax.tree.unflatten(self.structure, weights)
+        if bank is None:
+            return cast(Decoder, nnx.merge(self.graphdef, state))
+        return cast(Decoder, merge(self.graphdef, state, bank, routing))
+
+
+class Steps:
+    """The engine's programs for one model and one bank layout.
+
+    Every program but `draw` takes the flat weights first, then the bank.
+    """
+
+    def __init__(self, rebuilt: Rebuilt) -> None:
         jit = functools.partial(jax.jit, static_argnames="lora")
+        # Drawing is a program of its own: it costs a second to compile, and so it is
+        # compiled once for each number of rows, not for each prompt length too.
+        self.draw = jax.jit(_draw)
         prefill, decode, score, head = (
-            functools.partial(step, graphdef, num_slots)
+            functools.partial(step, rebuilt)
             for step in (_prefill, _decode, _score, _head)
         )
         self.prefill = jit(prefill, donate_argnames="cache")
@@ -76,54 +107,58 @@ class Steps:
 
 
 def _prefill(
-    graphdef: nnx.GraphDef,
-    num_slots: int,
-    weights: nnx.State,
+    rebuilt: Rebuilt,
+    weights: Sequence[Array],
     bank: Bank | None,
-    tokens: Int[Array, " batch"],
     cache: KVCache,
     prompts: Int[Array, "rows length"],
     rows: StepRows,
     *,
     lora: bool,
-) -> tuple[Int[Array, " batch"], KVCache, Float[Array, "rows length d"]]:
-    """Returns the batch's last tokens and cache with new rows, and hidden states.
+) -> tuple[Float[Array, "rows vocab"], KVCache, Float[Array, "rows length d"]]:
+    """Returns the logits after each prompt, the filled cache, and hidden states.
 
     Tokens behind a prompt's end are padding: they are base rows of the LoRA layers,
     causal attention hides them, and decode overwrites what they left in the cache.
     """
-    routing = _prompt_routing(prompts.shape[1], num_slots, rows) if lora else {}
-    model = _decoder(graphdef, weights, bank, routing)
+    routing = _prompt_routing(prompts.shape[1], rebuilt.num_slots, rows) if lora else {}
+    model = rebuilt(weights, bank, routing)
     hidden, prefilled = model.prefill(prompts)
     last = jnp.take_along_axis(hidden, rows.position[:, None, None], axis=1)[:, 0]
-    first = sample(model.logits(last), rows.sampling)
-    cache = insert(cache, jnp.asarray(rows.row), prefilled)
-    return tokens.at[rows.row].set(first, mode="drop"), cache, hidden
+    return model.logits(last), insert(cache, rows.row, prefilled), hidden
 
 
 def _decode(
-    graphdef: nnx.GraphDef,
-    num_slots: int,
-    weights: nnx.State,
+    rebuilt: Rebuilt,
+    weights: Sequence[Array],
     bank: Bank | None,
-    tokens: Int[Array, " batch"],
     cache: KVCache,
+    tokens: Int[Array, " batch"],
     rows: StepRows,
     *,
     lora: bool,
-) -> tuple[Int[Array, " batch"], KVCache]:
-    """Returns the batch's next tokens and cache; idle rows keep both."""
-    routing = _row_routing(num_slots, jnp.asarray(rows.slot)) if lora else {}
-    model = _decoder(graphdef, weights, bank, routing)
-    hidden, cache = model.decode(tokens, jnp.asarray(rows.position), cache)
-    drawn = sample(model.logits(hidden), rows.sampling)
-    return jnp.where(rows.position >= 0, drawn, tokens), cache
+) -> tuple[Float[Array, "batch vocab"], KVCache]:
+    """Returns the logits after each row's token, and the cache; idle rows keep it."""
+    routing = _row_routing(rebuilt.num_slots, rows.slot) if lora else {}
+    model = rebuilt(weights, bank, routing)
+    hidden, cache = model.decode(tokens, rows.position, cache)
+    return model.logits(hidden), cache
+
+
+def _draw(
+    tokens: Int[Array, " batch"], logits: Float[Array, "rows vocab"], rows: StepRows
+) -> Int[Array, " batch"]:
+    """Returns the batch's last tokens with one new token for each row that is no idler.
+
+    Rows outside the batch are dropped.
+    """
+    place = jnp.where(rows.position >= 0, rows.row, tokens.shape[0])
+    return tokens.at[place].set(sample(logits, rows.sampling), mode="drop")
 
 
 def _score(
-    graphdef: nnx.GraphDef,
-    num_slots: int,
-    weights: nnx.State,
+    rebuilt: Rebuilt,
+    weights: Sequence[Array],
     bank: Bank | None,
     hidden: Float[Array, "rows length d"],
     prompts: Int[Array, "rows length"],
@@ -148,10 +183,8 @@ def _score(
 
     def score_chunk(chunk: tuple[Array, Array, Array]) -> Array:
         states, targets, chunk_slots = chunk
-        routing = _row_routing(num_slots, chunk_slots) if lora else {}
-        # Rebuilt, because flax lets no variable of the outer trace change in this one.
-        inner_weights = jax.tree.map(lambda leaf: leaf, weights)
-        logits = _decoder(graphdef, inner_weights, bank, routing).logits(states)
+        routing = _row_routing(rebuilt.num_slots, chunk_slots) if lora else {}
+        logits = rebuilt(weights, bank, routing).logits(states)
         target = jnp.take_along_axis(logits, targets[:, None], axis=1)[:, 0]
         return target - jax.nn.logsumexp(logits, axis=1)
 
@@ -165,9 +198,8 @@ def _score(
 
 
 def _head(
-    graphdef: nnx.GraphDef,
-    num_slots: int,
-    weights: nnx.State,
+    rebuilt: Rebuilt,
+    weights: Sequence[Array],
     bank: Bank | None,
     hidden: Float[Array, "rows length d"],
     rows: StepRows,
@@ -177,18 +209,10 @@ def _head(
     """Returns the logits of every position."""
     num_rows, length, width = hidden.shape
     slots = _slots_by_place(length, rows).reshape(-1)
-    routing = _row_routing(num_slots, slots) if lora else {}
-    model = _decoder(graphdef, weights, bank, routing)
+    routing = _row_routing(rebuilt.num_slots, slots) if lora else {}
+    model = rebuilt(weights, bank, routing)
     flat = model.logits(hidden.reshape(-1, width))
     return flat.reshape(num_rows, length, -1)
-
-
-def _decoder(
-    graphdef: nnx.GraphDef, weights: nnx.State, bank: Bank | None, routing: RoutingSet
-) -> Decoder:
-    if bank is None:
-        return cast(Decoder, nnx.merge(graphdef, weights))
-    return cast(Decoder, merge(graphdef, weights, bank, routing))
 
 
 def _prompt_routing(length: int, num_slots: int, rows: StepRows) -> RoutingSet:

@@ -59,9 +59,9 @@ def test_requests_take_rows_in_order_and_slots_by_adapter():
     scheduler, _ = make(3, 2, [7, None, 8, 7])
     admissions, _ = scheduler.admit()
     assert admissions == [
-        Admission("0", 0, 0),
-        Admission("1", 1, None),
-        Admission("2", 2, 1),
+        Admission("0", 0, 7, 0),
+        Admission("1", 1, None, None),
+        Admission("2", 2, 8, 1),
     ]
     assert scheduler.waiting == ("3",)
     assert (scheduler.num_running, scheduler.num_waiting) == (3, 1)
