@@ -7,11 +7,9 @@ bank layout: the slot index is traced, the adapter's values arrive as one flat b
 per dtype, so no other rank, target set or slot compiles anything.
 """
 
-import functools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +17,8 @@ import numpy as np
 from flax import nnx
 
 from lora_jax.layers import Sites
-from lora_jax.layers.base import SlotSpec
 from lora_jax.packing import Packed
+from lora_jax.staging import SlotLayout, Staged, has_room, in_order, stage_slot
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -93,16 +91,6 @@ jax.tree_util.register_pytree_with_keys(
 )
 
 
-Staged = dict[str, np.ndarray] | dict[str, jax.Array]
-"""Dtype name -> flat buffer: one adapter in the bank's layout, zero-padded. In host
-memory, or already on the device."""
-
-SlotLayout = dict[str, SlotSpec]
-"""Site name -> array name -> shape and dtype of one slot."""
-
-Leaf = TypeVar("Leaf")
-
-
 def empty_bank(sites: Sites, slots: int, dtype: np.dtype) -> Bank:
     """Returns a bank of zeros, on the default device.
 
@@ -141,7 +129,7 @@ def room_for(bank: Bank, sites: Sites, packed: Packed) -> Bank:
     wanted: dict[str, dict[str, jax.ShapeDtypeStruct]] = {}
     for own, arrays in packed.sites.items():
         for key, values in arrays.items():
-            if _has_room(layout[own].get(key), values.shape):
+            if has_room(layout[own].get(key), values.shape):
                 continue
             for name, layer in sites.items():
                 spec = layer.extra_spec(key, values)
@@ -158,12 +146,6 @@ def room_for(bank: Bank, sites: Sites, packed: Packed) -> Bank:
             for name, arrays in bank.arrays.items()
         },
         bank.stacked,
-    )
-
-
-def _has_room(spec: jax.ShapeDtypeStruct | None, corner: tuple[int, ...]) -> bool:
-    return spec is not None and all(
-        have >= need for have, need in zip(spec.shape, corner, strict=True)
     )
 
 
@@ -193,11 +175,6 @@ def bank_dtype(sites: Sites, lora_dtype: str) -> np.dtype:
     return np.dtype(next(floats).dtype)
 
 
-def slot_layout(sites: Sites, dtype: np.dtype) -> SlotLayout:
-    """Returns the layout of one slot of every site; `dtype` is that of the factors."""
-    return {name: layer.slot_spec(dtype) for name, layer in sites.items()}
-
-
 def bank_layout(bank: Bank) -> SlotLayout:
     """Returns the layout of one slot of every site, as the bank has it now."""
     return {
@@ -216,50 +193,8 @@ def _without(shape: tuple[int, ...], axis: int) -> tuple[int, ...]:
 
 
 def stage(bank: Bank, packed: Packed) -> dict[str, np.ndarray]:
-    """Returns the adapter as one flat zero-padded buffer per dtype, in host memory.
-
-    Sites that the adapter leaves alone, and ranks above its own, are zeros in it: a
-    write of the result leaves nothing of the slot's former occupant.
-    """
+    """Returns the adapter as one flat zero-padded buffer per dtype, in host memory."""
     return stage_slot(bank_layout(bank), packed)
-
-
-def stage_slot(layout: SlotLayout, packed: Packed) -> dict[str, np.ndarray]:
-    """Returns what `stage` does, for a bank of which only the layout is at hand."""
-    _check_room(layout, packed)
-    sizes: dict[str, int] = {}
-    for _, _, spec in _in_order(layout):
-        dtype = _name(spec.dtype)
-        sizes[dtype] = sizes.get(dtype, 0) + math.prod(spec.shape)
-    buffers = {dtype: np.zeros(size, dtype) for dtype, size in sizes.items()}
-    starts = dict.fromkeys(buffers, 0)
-    for name, key, spec in _in_order(layout):
-        dtype = _name(spec.dtype)
-        start = starts[dtype]
-        starts[dtype] = stop = start + math.prod(spec.shape)
-        values = packed.sites.get(name, {}).get(key)
-        if values is not None:
-            corner = tuple(slice(size) for size in values.shape)
-            buffers[dtype][start:stop].reshape(spec.shape)[corner] = values
-    return buffers
-
-
-@functools.cache
-def _name(dtype: np.dtype) -> str:
-    """NumPy makes the name anew at each access, and an adapter has many arrays."""
-    return dtype.name
-
-
-def _check_room(layout: SlotLayout, packed: Packed) -> None:
-    """Values without a place would be lost, without an error."""
-    lost = [
-        f"{name} has no room for {key} {values.shape}"
-        for name, arrays in packed.sites.items()
-        for key, values in arrays.items()
-        if not _has_room(layout[name].get(key), values.shape)
-    ]
-    if lost:
-        raise ValueError(f"{lost[0]} (of {len(lost)}); make it with room_for first.")
 
 
 def fits(bank: Bank, staged: Staged) -> bool:
@@ -282,24 +217,11 @@ def clear(bank: Bank, slot: int) -> Bank:
     return write(bank, slot, stage(bank, Packed("nothing", {}, {})))
 
 
-def _in_order(
-    arrays: Mapping[str, Mapping[str, Leaf]],
-) -> Iterator[tuple[str, str, Leaf]]:
-    """Every array in the order of the flat buffers.
-
-    Sorted, because JAX rebuilds a dictionary in the order of its sorted keys: the order
-    that a caller sees and the one that a jitted write sees differ ("10" < "2").
-    """
-    for name, site in sorted(arrays.items()):
-        for key, leaf in sorted(site.items()):
-            yield name, key, leaf
-
-
 def _write_slot(bank: Bank, slot: jax.Array, staged: dict[str, jax.Array]) -> Bank:
     _check_layout(bank, staged)
     starts = dict.fromkeys(staged, 0)
     written: dict[str, dict[str, jax.Array]] = {name: {} for name in bank.arrays}
-    for name, key, array in _in_order(bank.arrays):
+    for name, key, array in in_order(bank.arrays):
         dtype, axis = array.dtype.name, bank.slot_axis(name)
         shape = _without(array.shape, axis)
         start = starts[dtype]
@@ -313,7 +235,7 @@ def _write_slot(bank: Bank, slot: jax.Array, staged: dict[str, jax.Array]) -> Ba
 
 def _sizes(bank: Bank) -> dict[str, int]:
     sizes: dict[str, int] = {}
-    for _, _, spec in _in_order(bank_layout(bank)):
+    for _, _, spec in in_order(bank_layout(bank)):
         size = math.prod(spec.shape)
         sizes[spec.dtype.name] = sizes.get(spec.dtype.name, 0) + size
     return sizes

@@ -30,6 +30,7 @@ FLOORS = {
     "lora_jax.slots": 1,
     "lora_jax.layers": 2,
     "lora_jax.packing": 3,
+    "lora_jax.staging": 4,
     "lora_jax.bank": 4,
     "lora_jax.forward": 5,
     "lora_jax.manager": 6,

@@ -13,12 +13,10 @@ import numpy as np
 
 from lora_jax.bank import (
     Bank,
-    Staged,
     bank_layout,
     empty_bank,
     fits,
     room_for,
-    stage_slot,
     write,
     write_donated,
 )
@@ -27,6 +25,7 @@ from lora_jax.manager.ownership import References, count_references, is_sole_own
 from lora_jax.manager.prepared import Prepared
 from lora_jax.manager.stats import Stats
 from lora_jax.packing import Packed
+from lora_jax.staging import Staged, stage_slot
 
 NOTHING = Packed("nothing", {}, {})
 """An adapter without weights: every site of its slot is zeros."""

@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 import jax
 from flax import nnx
 
-from lora_jax.bank import SlotLayout, bank_dtype, slot_layout
+from lora_jax.bank import bank_dtype
 from lora_jax.config import LoRAConfig
 from lora_jax.layers import wrap
 from lora_jax.manager.prepared import pins_host_memory
+from lora_jax.staging import SlotLayout, slot_layout
 
 
 @dataclass(frozen=True)

@@ -15,11 +15,11 @@ from dataclasses import dataclass, field, replace
 import jax
 
 from lora_jax.adapters import Adapter
-from lora_jax.bank import SlotLayout, stage_slot
 from lora_jax.config import LoRAConfig
 from lora_jax.errors import faults
 from lora_jax.layers.domains import VISION
 from lora_jax.packing import Packed
+from lora_jax.staging import SlotLayout, stage_slot
 
 PINNED = "pinned_host"
 """JAX's name for host memory whose pages cannot be swapped out."""
