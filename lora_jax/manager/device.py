@@ -10,6 +10,12 @@ from weakref import WeakSet
 
 import jax
 import numpy as np
+from jax.sharding import (
+    NamedSharding,
+    PartitionSpec,
+    Sharding,
+    SingleDeviceSharding,
+)
 
 from lora_jax.bank import (
     Bank,
@@ -42,7 +48,7 @@ class DeviceTier:
 
     Attributes:
       layout: shapes and dtypes of one slot; grows with the first adapter of a kind.
-      place: the device that the bank is on.
+      place: sharding of what is to be written: whole, on every device of the bank.
     """
 
     def __init__(self, sites: Sites, slots: int, dtype: np.dtype, stats: Stats) -> None:
@@ -55,7 +61,7 @@ class DeviceTier:
         self._sites = sites
         self._bank = empty_bank(sites, slots, dtype)
         self.layout = bank_layout(self._bank)
-        self.place = jax.devices()[0]
+        self.place = _beside(self._bank)
         self._has_room: WeakSet[Packed] = WeakSet()
         before = count_references(self._bank)
         self._show()
@@ -86,9 +92,7 @@ class DeviceTier:
 
     def _put(self, slot: int, staged: Staged) -> None:
         start = time.perf_counter()
-        # A bare device would leave a pinned buffer in host memory.
-        target = jax.sharding.SingleDeviceSharding(self.place)
-        on_device = jax.device_put(staged, target)
+        on_device = jax.device_put(staged, self.place)
         if self._own is None:
             self._bank = write(self._bank, slot, on_device)
         elif is_sole_owner(count_references(self._bank), self._own):
@@ -129,3 +133,11 @@ class DeviceTier:
     def _show(self) -> None:
         for name, variable in self._variables.items():
             variable.set_value(self._bank.arrays[name])
+
+
+def _beside(bank: Bank) -> Sharding:
+    arrays = jax.tree.leaves(bank.arrays)
+    sharding = arrays[0].sharding if arrays else SingleDeviceSharding(jax.devices()[0])
+    if isinstance(sharding, NamedSharding):
+        return NamedSharding(sharding.mesh, PartitionSpec())
+    return sharding

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 import jax
+from jax.sharding import Sharding
 
 from lora_jax.adapters import Adapter
 from lora_jax.config import LoRAConfig
@@ -100,15 +101,14 @@ def wants_pinned(platform: str, memory_kinds: Iterable[str]) -> bool:
     return platform == "gpu" and PINNED in memory_kinds
 
 
-def pin(prepared: Prepared, layout: SlotLayout, device: jax.Device) -> Prepared:
-    """Returns the same with a host copy in pinned memory of `device`."""
-    target = jax.sharding.SingleDeviceSharding(device, memory_kind=PINNED)
+def pin(prepared: Prepared, layout: SlotLayout, place: Sharding) -> Prepared:
+    """Returns the same with a host copy in pinned memory of the devices of `place`."""
     staged = stage_slot(layout, prepared.packed)
+    target = place.with_memory_kind(PINNED)
     return replace(prepared, pinned=jax.device_put(staged, target))
 
 
-def send(prepared: Prepared, layout: SlotLayout, device: jax.Device) -> Prepared:
-    """Returns the same with its copy to the device begun: one transfer per dtype."""
+def send(prepared: Prepared, layout: SlotLayout, place: Sharding) -> Prepared:
+    """Returns the same with its copy to `place` begun: one transfer per dtype."""
     source = prepared.pinned or stage_slot(layout, prepared.packed)
-    target = jax.sharding.SingleDeviceSharding(device)
-    return replace(prepared, ahead=jax.device_put(source, target))
+    return replace(prepared, ahead=jax.device_put(source, place))
