@@ -172,7 +172,7 @@ def bank_dtype(sites: Sites, lora_dtype: str) -> np.dtype:
     )
     # A quantised kernel holds integers beside its float scales.
     floats = (leaf for leaf in weights if jnp.issubdtype(leaf.dtype, jnp.floating))
-    return np.dtype(next(floats).dtype)
+    return np.dtype(next((leaf.dtype for leaf in floats), np.float32))
 
 
 def bank_layout(bank: Bank) -> SlotLayout:

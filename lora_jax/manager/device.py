@@ -67,9 +67,8 @@ class DeviceTier:
         self._show()
         after = count_references(self._bank)
         # What showing a bank adds to the counts of a site's dictionary and arrays.
-        _, _, self._per_site, self._per_array, *_ = (
-            b - a for a, b in zip(before, after, strict=True)
-        )
+        added = [b - a for a, b in zip(before, after, strict=True)]
+        self._per_site, self._per_array = added[2:4] or (0, 0)
         self._own: References | None = after
 
     @property

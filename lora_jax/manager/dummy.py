@@ -13,7 +13,7 @@ from lora_jax.adapters import (
 )
 from lora_jax.adapters.content import hash_content
 from lora_jax.layers import LoRALayer, Sites
-from lora_jax.layers.wrap import Target
+from lora_jax.layers.sites import Target
 
 
 def create_dummy(

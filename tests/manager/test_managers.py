@@ -247,6 +247,15 @@ def test_the_oldest_of_none_is_false() -> None:
     assert not LRUCacheLoRAModelManager(Toy(), CONFIG).remove_oldest_adapter()
 
 
+def test_no_target_modules_leave_the_base_model_alone() -> None:
+    manager = LoRAModelManager(Toy(), LoRAConfig(target_modules=[]))
+    assert (len(manager.sites), manager.memory().device) == (0, 0)
+    with pytest.raises(AdapterError, match="not a module that this model can adapt"):
+        manager.add_adapter(ADAPTERS[1])
+    manager.set_adapter_mapping(_mapping(0, 0))
+    np.testing.assert_array_equal(manager.model(inputs(2)), Toy()(inputs(2)))
+
+
 def test_sizes_go_by_vllms_names() -> None:
     manager = LoRAModelManager(Toy(), CONFIG)
     assert (manager.capacity, manager.lora_slots, manager.adapter_slots) == (3, 2, 2)
