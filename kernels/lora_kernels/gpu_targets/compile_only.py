@@ -77,10 +77,13 @@ def compile_for(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         arguments,
     )
-    # A fresh function: JAX must not reuse what it has traced for another GPU.
-    fresh = jax.jit(lambda *given: function(*given), donate_argnums=donate)
+    jax.clear_caches()  # JAX must not reuse what it has traced for another GPU.
     with building_for(described_gpu(target)):
-        lowered = fresh.trace(*shapes).lower(lowering_platforms=("cuda",))
+        lowered = (
+            jax.jit(function, donate_argnums=donate)
+            .trace(*shapes)
+            .lower(lowering_platforms=("cuda",))
+        )
     # There is no GPU to time candidates on.
     return lowered.compile({"xla_gpu_autotune_level": "0", **(options or {})})
 

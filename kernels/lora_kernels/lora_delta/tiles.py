@@ -90,7 +90,7 @@ def decode_tiles(problem: Problem, gpu: Gpu, *, vector_rows: int = 1) -> DecodeT
     warps = 8
     # The same bytes per step for 16 and 32 bit, so the same registers.
     block_k = 16 if problem.wide else 32
-    vector_k = 128 if problem.wide else 256
+    vector_k = 128
     programs = 2 * gpu.num_sms
     part_bytes = problem.max_rank * problem.d_in * problem.weight_bytes
     affordable = SHRINK_BYTES // max(part_bytes, 1)
@@ -113,10 +113,12 @@ def decode_tiles(problem: Problem, gpu: Gpu, *, vector_rows: int = 1) -> DecodeT
 
 def _block_n(problem: Problem) -> int:
     # Columns of one output tile. Wide tiles mean few programs that repeat the shrink;
-    # rows that start unaligned take one load per number, so registers for few.
+    # masks and rows that start unaligned take registers, which bound the width.
     if not problem.aligned:
         return 64
-    return 128 if problem.wide or sum(problem.part_widths) < 4096 else 256
+    widths = problem.part_widths
+    fits = sum(widths) >= 4096 and all(width % 256 == 0 for width in widths)
+    return 256 if fits and not problem.wide else 128
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,216 @@
+"""Compiles every kernel that can be chosen for GPUs that need not be there.
+
+Nothing runs: what is asserted is what the compilers report. A table is printed at the
+end (`-s` shows it while the tests run).
+"""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+from gpu_cases import DECODE, PREFILL, Case
+from lora_jax import bank as banks
+from lora_jax.bank import empty_bank
+from lora_jax.config import LoRAConfig
+from lora_jax.forward import merge, split
+from lora_jax.layers import wrap
+from lora_jax.models import CausalLM, config_from_dict, empty_cache
+from lora_jax.routing import routing_from_slots
+from lora_kernels import make_routing
+from lora_kernels.gpu_targets import described_gpu
+from lora_kernels.gpu_targets.compile_only import (
+    compile_for,
+    compile_with_thunks,
+    kernel_reports,
+)
+from lora_kernels.lora_delta import api, lora_delta
+from lora_kernels.lora_delta.triton_backward import lora_delta_backward
+
+pytestmark = pytest.mark.gpu_compile
+
+# H100 and H200 differ in nothing that a kernel is compiled for.
+TARGETS = ("a100", "h200")
+
+
+@pytest.fixture(scope="module")
+def table():
+    rows = []
+    yield rows
+    print(f"\n{'kernel':16} {'call':28} {'target':6} {'regs':>4} {'shared':>7} temp")
+    for name, call, target, registers, shared, temp in sorted(set(rows)):
+        print(f"{name:16} {call:28} {target:6} {registers:4} {shared:7} {temp}")
+
+
+def call(case: Case, implementation: str = "triton"):
+    def function(arguments):
+        rest = dict(arguments)
+        routing = make_routing(rest.pop("slot"), case.slots)
+        x, y, a, b = (rest.pop(name) for name in "xyab")
+        return lora_delta(
+            x,
+            y,
+            a,
+            b,
+            **rest,
+            routing=routing,
+            part_widths=case.part_widths,
+            implementation=implementation,
+        )
+
+    return function
+
+
+def check_kernels(target, case, function, table):
+    """Compiles a call, asserts that its kernels fit the GPU, returns its reports."""
+    with kernel_reports() as reports:
+        compiled = compile_for(target, function, case.arguments)
+        found = reports()
+    temp = compiled.memory_analysis().temp_size_in_bytes
+    for report in found:
+        shared = report.shared_memory
+        table.append((report.name, case.name, target, report.registers, shared, temp))
+        assert not report.spilled, report
+        assert shared <= described_gpu(target).shared_memory, report
+    return sorted(report.name for report in found)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("case", DECODE, ids=lambda case: case.name)
+def test_every_decode_choice_compiles(target, case, table):
+    assert check_kernels(target, case, call(case), table) == ["decode_kernel"]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("case", PREFILL, ids=lambda case: case.name)
+def test_every_prefill_choice_compiles(target, case, table):
+    names = check_kernels(target, case, call(case), table)
+    assert names == ["expand_kernel", "shrink_kernel"]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("case", PREFILL, ids=lambda case: case.name)
+def test_every_gradient_compiles(target, case, table):
+    def gradients(arguments):
+        rest = dict(arguments)
+        routing = make_routing(rest.pop("slot"), case.slots)
+        x, y, a, b = (rest.pop(name) for name in "xyab")
+        return lora_delta_backward(
+            x, y, a, b, **rest, routing=routing, part_widths=case.part_widths
+        )
+
+    names = check_kernels(target, case, gradients, table)
+    assert set(names) == {"expand_kernel", "grouped_kernel", "shrink_kernel"}
+
+
+def test_a_decode_site_is_one_launch_without_temporaries():
+    case = Case("", 32, 16, 4096, (4096, 1024, 1024), "bfloat16", slots=32)
+    routing = jax.eval_shape(
+        lambda slot: make_routing(slot, 32), case.arguments["slot"]
+    )
+
+    def site(arguments, routing):
+        rest = {name: arguments[name] for name in ("scale", "rank")}
+        arrays = (arguments[name] for name in "xyab")
+        return lora_delta(
+            *arrays,
+            **rest,
+            routing=routing,
+            part_widths=case.part_widths,
+            implementation="triton",
+        )
+
+    compiled, thunks = compile_with_thunks("h200", site, case.arguments, routing)
+    # y is not donated, so it is copied once to be added into.
+    assert sorted(thunk.kind for thunk in thunks) == ["kCopy", "kCustomCall"]
+    assert compiled.memory_analysis().temp_size_in_bytes < 1024
+
+
+LAYERS, ROWS, SLOTS = 32, 32, 32
+
+LLAMA_3_8B = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+}
+
+PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj"]
+
+
+@pytest.fixture(scope="module")
+def llama():
+    """The model's graph, and its weights and bank as shapes."""
+    config = config_from_dict(LLAMA_3_8B, origin="test")
+    model = nnx.eval_shape(
+        lambda: CausalLM(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    )
+    targets = [*PROJECTIONS, "down_proj"]
+    sites = wrap(
+        model, LoRAConfig(max_lora_rank=16, max_loras=SLOTS, target_modules=targets)
+    )
+    bank = jax.eval_shape(lambda: empty_bank(sites, SLOTS, jnp.dtype("bfloat16")))
+    return config, *split(model), bank
+
+
+def test_lora_adds_at_most_128_launches_to_a_decode_step(llama, monkeypatch):
+    config, graphdef, weights, bank = llama
+    # The order of a GPU, for the CPU that traces.
+    monkeypatch.setattr(api, "DEFAULT_ORDER", {"cpu": api.DEFAULT_ORDER["gpu"]})
+
+    def step(weights, bank, cache, tokens, positions, slots):
+        routing = routing_from_slots(slots, SLOTS)
+        model = merge(graphdef, weights, bank, routing)
+        hidden, cache = model.decode(tokens, positions, cache)
+        return model.logits(hidden), cache
+
+    cache = jax.eval_shape(lambda: empty_cache(config, ROWS, 1024, jnp.bfloat16))
+    rows = jax.ShapeDtypeStruct((ROWS,), jnp.int32)
+    compiled, thunks = compile_with_thunks(
+        "h200", step, weights, bank, cache, rows, rows, rows, donate=(2,)
+    )
+    ours = [thunk for thunk in thunks if thunk.kind == "kCustomCall"]
+    print(f"\ndecode step: {len(thunks)} launches, {len(ours)} of LoRA")
+    assert len(ours) == 4 * LAYERS
+    assert all(thunk.captured for thunk in thunks)
+    assert not copies_of(bank, compiled.as_text())
+
+
+def test_a_slot_is_written_in_place(llama):
+    *_, bank = llama
+    staged = {
+        name: jax.ShapeDtypeStruct((size,), name)
+        for name, size in banks._sizes(bank).items()
+    }
+    slot = jax.ShapeDtypeStruct((), jnp.int32)
+    compiled, thunks = compile_with_thunks(
+        "h200", banks._write_slot, bank, slot, staged, donate=(0,)
+    )
+    memory = compiled.memory_analysis()
+    print(f"\nslot write: {len(thunks)} launches")
+    pointers = 8 * (len(jax.tree.leaves(bank)) + 1)
+    assert memory.output_size_in_bytes - memory.alias_size_in_bytes <= pointers
+    assert not copies_of(bank, compiled.as_text())
+
+
+def copies_of(bank, hlo):
+    """Copies in a program's text that have the shape of one of the bank's arrays."""
+    names = {"bfloat16": "bf16", "float32": "f32", "int32": "s32"}
+    shapes = {
+        f"{names[leaf.dtype.name]}[{','.join(map(str, leaf.shape))}]"
+        for leaf in jax.tree.leaves(bank)
+        if leaf.ndim > 2
+    }
+    copied = re.findall(r"= \(?(\w+\[[\d,]*\])\S* (?:copy|copy-start)\(", hlo)
+    return [shape for shape in copied if shape in shapes]
