@@ -6,6 +6,7 @@ from lora_jax.adapters.copies import BaseCopy as BaseCopy
 from lora_jax.adapters.extract import extract_adapter as extract_adapter
 from lora_jax.adapters.load import adapter_from_tensors as adapter_from_tensors
 from lora_jax.adapters.load import load_adapter as load_adapter
+from lora_jax.adapters.mapper import NameMapper as NameMapper
 from lora_jax.adapters.merge import MergeReport as MergeReport
 from lora_jax.adapters.merge import merge_adapters as merge_adapters
 from lora_jax.adapters.names import match_modules as match_modules

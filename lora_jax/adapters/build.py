@@ -13,9 +13,10 @@ from lora_jax.adapters.config import Meaning, read_meaning
 from lora_jax.adapters.content import hash_content
 from lora_jax.adapters.grouping import Groups, group_tensors
 from lora_jax.adapters.kinds import KINDS, Built, Tensors
+from lora_jax.adapters.mapper import NameMapper
 from lora_jax.adapters.names import Role
 from lora_jax.adapters.overflow import product_overflows
-from lora_jax.adapters.parts import arrays, nested, scale_of
+from lora_jax.adapters.parts import AdapterPart, arrays, is_zero, nested, scale_of
 from lora_jax.adapters.report import Ignored, ModuleReport, Report
 from lora_jax.errors import AdapterError, faults
 
@@ -37,6 +38,7 @@ class Source:
       origins: name in `tensors` -> name in the file, where they differ.
       read: names in the file that are not in `tensors` -> what was read from them.
       faults: what is already known to be wrong.
+      mapper: the model's way with names.
     """
 
     tensors: Mapping[str, np.ndarray]
@@ -48,6 +50,7 @@ class Source:
     origins: Mapping[str, str] = field(default_factory=dict)
     read: Mapping[str, str] = field(default_factory=dict)
     faults: tuple[str, ...] = ()
+    mapper: NameMapper = field(default_factory=NameMapper)
 
 
 def build_adapter(source: Source, *, name: str, adapter_id: int | None) -> Adapter:
@@ -58,7 +61,10 @@ def build_adapter(source: Source, *, name: str, adapter_id: int | None) -> Adapt
     """
     meaning, found = read_meaning(source.config)
     groups = group_tensors(
-        source.tensors, meaning, allow_nonfinite=source.allow_nonfinite
+        source.tensors,
+        meaning,
+        source.mapper,
+        allow_nonfinite=source.allow_nonfinite,
     )
     found += [*source.faults, *groups.faults]
     built: dict[str, Built] = {}
@@ -72,12 +78,16 @@ def build_adapter(source: Source, *, name: str, adapter_id: int | None) -> Adapt
         found += [fault for item in built.values() for fault in item.faults]
         found += _limit_faults(built, source.max_lora_rank)
         found += [] if source.allow_nonfinite else _overflow_faults(built)
+        found += _mapped_faults(built, source.mapper)
     if not groups.modules and not found:
         found.append("there is no LoRA tensor in it, so it would change nothing")
     if found or meaning is None:
         headline = f"adapter {name!r} ({source.where}) cannot be read:"
         raise AdapterError(faults(headline, _cut(found)))
-    parts = {module: item.part for module, item in built.items() if item.part}
+    parts = _named_parts(built, source.mapper)
+    if all(is_zero(part) for part in parts.values()):
+        notes.append("every update is zero, so the adapter changes nothing")
+    copies = {source.mapper.map(m): copy for m, copy in groups.base_copies.items()}
     return Adapter(
         name=name,
         id=take_id(adapter_id),
@@ -87,7 +97,7 @@ def build_adapter(source: Source, *, name: str, adapter_id: int | None) -> Adapt
         base_model=meaning.base_model,
         config=source.config,
         invocation_tokens=meaning.invocation_tokens,
-        base_copies=groups.base_copies,
+        base_copies=copies,
     )
 
 
@@ -119,6 +129,22 @@ def _missing(roles: frozenset[Role]) -> str:
     """The roles without which others are half of something, "" where none are."""
     halves = (kind.needs - roles for kind in KINDS if kind.needs & roles)
     return " and ".join(role.value for role in next(filter(None, halves), ()))
+
+
+def _named_parts(
+    built: Mapping[str, Built], mapper: NameMapper
+) -> dict[str, AdapterPart]:
+    parts = {mapper.map(m): item.part for m, item in built.items() if item.part}
+    return dict(sorted(parts.items()))
+
+
+def _mapped_faults(built: Mapping[str, Built], mapper: NameMapper) -> list[str]:
+    owners: dict[str, str] = {}
+    return [
+        f"{module}: has the model's name {name}, as {owners[name]} has"
+        for module in built
+        if owners.setdefault(name := mapper.map(module), module) != module
+    ]
 
 
 def _limit_faults(built: Mapping[str, Built], limit: int | None) -> list[str]:

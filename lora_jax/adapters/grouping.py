@@ -12,6 +12,7 @@ from lora_jax.adapters.adapter import WEIGHT_DTYPES
 from lora_jax.adapters.config import Meaning
 from lora_jax.adapters.copies import BaseCopy, copy_base
 from lora_jax.adapters.kinds import Tensor
+from lora_jax.adapters.mapper import NameMapper
 from lora_jax.adapters.names import Role, TensorName, read_name
 from lora_jax.adapters.report import Ignored
 from lora_jax.adapters.spellings import canonical
@@ -52,6 +53,7 @@ class Groups:
 def group_tensors(
     tensors: Mapping[str, np.ndarray],
     meaning: Meaning | None,
+    mapper: NameMapper,
     *,
     allow_nonfinite: bool,
 ) -> Groups:
@@ -60,7 +62,9 @@ def group_tensors(
     unknown: list[str] = []
     inside: set[str] = set()
     owners: dict[tuple[str, Role], str] = {}
-    for name in sorted(tensors):
+    skipped = [name for name in sorted(tensors) if mapper.skips(name)]
+    groups.ignored += [Ignored(name, "the model skips this prefix") for name in skipped]
+    for name in sorted(tensors.keys() - set(skipped)):
         parsed = read_name(name)
         if parsed is None or not _is_expected(parsed, meaning):
             unknown.append(name)

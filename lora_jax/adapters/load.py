@@ -15,6 +15,8 @@ from lora_jax.adapters.folder import read_file, read_folder, read_json
 from lora_jax.adapters.formats import to_peft
 from lora_jax.adapters.formats.converted import base_name
 from lora_jax.adapters.location import find_adapter
+from lora_jax.adapters.mapper import NameMapper
+from lora_jax.adapters.plain import to_plain
 from lora_jax.errors import AdapterError, faults
 
 
@@ -27,6 +29,7 @@ def load_adapter(
     allow_nonfinite: bool = False,
     root: str | os.PathLike[str] | None = None,
     base_config: Mapping[str, object] | None = None,
+    mapper: NameMapper | None = None,
 ) -> Adapter:
     """Reads an adapter's folder.
 
@@ -43,6 +46,7 @@ def load_adapter(
       base_config: the base model's `config.json`, which a few formats need; None takes
         that of the base model that the adapter names, if it is a folder here and no
         root is set.
+      mapper: how the model's names differ from the file's, None where they do not.
 
     Returns:
       The adapter; every tensor of the file is in its parts or, with the reason, in its
@@ -68,6 +72,7 @@ def load_adapter(
         where=str(folder.path),
         max_lora_rank=max_lora_rank,
         allow_nonfinite=allow_nonfinite,
+        mapper=NameMapper() if mapper is None else mapper,
     )
     return build_adapter(source, name=shown, adapter_id=adapter_id)
 
@@ -81,6 +86,7 @@ def adapter_from_tensors(
     max_lora_rank: int | None = None,
     allow_nonfinite: bool = False,
     base_config: Mapping[str, object] | None = None,
+    mapper: NameMapper | None = None,
 ) -> Adapter:
     """Builds an adapter from arrays with PEFT's names and a config with PEFT's fields.
 
@@ -105,11 +111,12 @@ def adapter_from_tensors(
     """
     source = _source(
         {key: _read_only(value) for key, value in tensors.items()},
-        config,
+        to_plain(config),
         base_config,
         where="tensors in memory",
         max_lora_rank=max_lora_rank,
         allow_nonfinite=allow_nonfinite,
+        mapper=NameMapper() if mapper is None else mapper,
     )
     return build_adapter(source, name=name, adapter_id=adapter_id)
 
@@ -139,9 +146,12 @@ def _source(
     where: str,
     max_lora_rank: int | None,
     allow_nonfinite: bool,
+    mapper: NameMapper,
 ) -> Source:
     """The source in PEFT's words, whichever framework wrote it."""
-    source = Source(tensors, config, where, max_lora_rank, allow_nonfinite)
+    source = Source(
+        tensors, config, where, max_lora_rank, allow_nonfinite, mapper=mapper
+    )
     base = _base_config(config) if base_config is None else base_config
     other = to_peft(tensors, config, base)
     if other is None:

@@ -210,6 +210,13 @@ def arrays(part: AdapterPart) -> Iterator[tuple[str, np.ndarray]]:
                 yield f"{inner.kind}.{field.name}", value
 
 
+def is_zero(part: AdapterPart) -> bool:
+    """Whether the part is a low-rank update that is zero, as when untrained."""
+    if isinstance(part, LowRank | EmbeddingLowRank | ExpertsLowRank):
+        return part.scale == 0 or not part.b.any() or not part.a.any()
+    return False
+
+
 def scale_of(part: AdapterPart) -> float:
     """Returns the factor on the part's low-rank product, 1.0 where there is none."""
     *_, innermost = nested(part)

@@ -7,6 +7,7 @@ import pytest
 
 from lora_jax.adapters.config import read_meaning
 from lora_jax.adapters.fields import RULES
+from lora_jax.adapters.plain import to_plain
 
 
 def meaning(**fields):
@@ -148,9 +149,10 @@ def test_every_field_of_peft_has_a_rule():
 @pytest.mark.torch
 def test_what_peft_itself_writes_by_default_passes():
     peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj"])
-    _, found = read_meaning(config.to_dict() | {"target_modules": ["q_proj"]})
-    assert found == []
+    config = peft.LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj", "v_proj"])
+    found, faults = read_meaning(to_plain(config.to_dict()))
+    assert faults == []
+    assert found.targets == ("q_proj", "v_proj")
 
 
 BY_PEFT = {

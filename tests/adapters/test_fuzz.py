@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from adapter_files import Q, config, normal, pair, write
-from lora_jax.adapters import load_adapter
+from lora_jax.adapters import adapter_from_tensors, load_adapter
+from lora_jax.adapters.fields import RULES
 from lora_jax.adapters.pickle_file import read_torch_file
 from lora_jax.errors import AdapterError
 
@@ -135,3 +136,51 @@ PROGRAM = (
 def test_mutated_torch_files_are_read_or_refused(tmp_path):
     sound = fuzz_torch(tmp_path / "a.bin", 0, PROGRAM, MUTANTS)
     assert 0 < sound < MUTANTS
+
+
+NAMES = [
+    *(f"{Q}.lora_a", f"{Q}.lora_b", f"{Q}.m", "model.embed_tokens.lora_a"),
+    *("layers.0.attn.q_proj.lora_a.weight", "layers.0.attn.q_proj.lora_b.weight"),
+    *("layers.0.attn.q_proj.magnitude", "output.lora_a.weight"),
+    *(f"{Q}.lora_down.weight", f"{Q}.lora_up.weight", f"{Q}.alpha"),
+    *("layers.0.attn.q_proj.w_lora_a", "layers.0.attn.q_proj.w_lora_b"),
+    *(f"{Q}.lora_A.weight", f"{Q}.lora_B.weight", f"{Q}.lora_B.bias", f"{Q}.bias"),
+    *(f"{Q}.lora_magnitude_vector", f"{Q}.base_layer.bias", f"{Q}.weight"),
+    *("a.experts.lora_A.weight", "a.experts.lora_B.weight", "score.weight"),
+    *("e.lora_embedding_A", "e.lora_embedding_B", "e.base_layer.weight"),
+    *("e.token_adapter.trainable_tokens_delta", "s.modules_to_save.weight"),
+]
+SHAPES = [(), (0,), (4,), (32,), (1, 4), (4, 32), (32, 4), (4, 4, 8), (8, 4), (0, 4)]
+DTYPES = ["float32", "float32", "float16", "float64", "int64", "bool"]
+
+
+def random_adapter(rng: random.Random):
+    """Returns a few tensors of any names and shapes, and a config of any fields."""
+    count = rng.randint(0, 5)
+    chosen = rng.choices(NAMES, k=count)
+    tensors = {
+        name: np.full(rng.choice(SHAPES), rng.choice([1, 2, 7]), rng.choice(DTYPES))
+        for name in chosen
+    }
+    fields = {name: rng.choice(VALUES) for name in rng.sample(sorted(RULES), 3)}
+    extra = {"rank": 4, "alpha": 8, "lora_parameters": {"scale": 2}} | fields
+    base = {"num_attention_heads": rng.choice(VALUES), "model_type": rng.choice(VALUES)}
+    return tensors, config(**(extra if rng.random() < 0.7 else {})), base
+
+
+def fuzz_tensors(seed: int, count: int) -> int:
+    """Builds adapters of any tensors; returns how many were sound."""
+    rng = random.Random(seed)
+    sound = 0
+    for _ in range(count):
+        tensors, fields, base = random_adapter(rng)
+        sound += attempt(
+            lambda t=tensors, f=fields, b=base: adapter_from_tensors(
+                t, f, name="a", base_config=b
+            )
+        )
+    return sound
+
+
+def test_tensors_of_any_name_and_shape_are_an_adapter_or_refused():
+    assert 0 < fuzz_tensors(0, MUTANTS) < MUTANTS

@@ -79,14 +79,14 @@ def _reorder(
     if base.get("model_type") in HALF_SPLIT:
         return array, []
     heads = base.get(field, base.get("num_attention_heads"))
-    if not isinstance(heads, int) or heads < 1:
+    if type(heads) is not int or heads < 1:
         text = (
             f"{name}: its rows must be reordered by head, and the base model's config "
             "is not known; pass base_config, or export with torchtune's PEFT exporter"
         )
         return array, [text]
     rows = array.shape[0] if array.ndim else 0
-    if rows % (2 * heads):
+    if not rows or rows % (2 * heads):
         return array, [f"{name}: {rows} rows are not {heads} heads of even width"]
     rest = array.shape[1:]
     pairs = array.reshape(heads, rows // heads // 2, 2, *rest)
