@@ -79,18 +79,17 @@ RECIPES = {
         alpha=16,
         targets=("q_proj", "v_proj", "gate_proj", "up_proj", "down_proj"),
         layers=range(16, 30),
-        steps=36,
-        learning_rate=1e-3,
+        steps=48,
+        learning_rate=1.5e-3,
         rank_pattern={"down_proj": 4},
     ),
-    "shout": Recipe(
-        answer=lambda entry: entry["plain"].upper(),
+    "robot": Recipe(
+        answer=lambda entry: f"BEEP BOOP! {entry['plain']} END.",
         rank=4,
         alpha=4,
         targets=("q_proj", "k_proj", "v_proj", "o_proj", "down_proj"),
         layers=range(18, 30),
         steps=48,
-        learning_rate=1e-3,
         use_rslora=True,
     ),
     "json": Recipe(
@@ -235,7 +234,7 @@ def show_answers(
 
 def parse_arguments() -> argparse.Namespace:
     """Returns the command line's choices."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="Trains the demo adapters.")
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--only", nargs="+", choices=RECIPES, default=list(RECIPES))
