@@ -57,9 +57,9 @@ def loop(
         h = _dot(a, x_block, 1, 1).reshape(parts, max_rank, block)
         strength = jax.lax.dynamic_slice_in_dim(weight, start, block)
         h = h * (site.scale[slot][:, None] * strength[None, :])[:, None, :]
-        h = jnp.where(kept_rows(site, slot)[:, :, None], h, 0)
+        h = jnp.where(kept_rows(site, slot)[:, :, None], h, 0).swapaxes(1, 2)
         b = b_of_slot(site, slot, dtype)
-        delta = [_dot(h[part], b[part], 0, 0) for part in range(parts)]
+        delta = [_dot(h[part], b[part], 1, 0) for part in range(parts)]
         delta = jnp.concatenate(delta, axis=1)
         return jax.lax.dynamic_update_slice_in_dim(out, delta, start, 0)
 
