@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +39,8 @@ class Point:
     """One measured pair of spec and implementation; times are of one op.
 
     Attributes:
+      cpu_us: least processor time of one op, all threads together: on a shared machine
+        what neighbours disturb least. Of no meaning on an accelerator.
       refusal: why it did not run; None if it did, and then the times are numbers.
       roofline: share of the roofline reached by the median, of 1.
       base_ratio: median as a share of the base projection's median.
@@ -47,6 +50,8 @@ class Point:
     implementation: str
     tokens: int
     median_us: float | None = None
+    min_us: float | None = None
+    cpu_us: float | None = None
     p10_us: float | None = None
     p90_us: float | None = None
     bytes: float | None = None
@@ -144,33 +149,48 @@ def measure(
         except (NotImplementedError, ImportError) as refusal:
             points.append(Point(spec.name, name, spec.tokens, refusal=str(refusal)))
     seconds = _timed_rounds(calls, rounds, len(pool))
-    base = float(np.median(seconds[BASE]))
+    base = float(np.median(seconds[BASE].wall))
     needs = cost.needed(spec, pool[0])
     for name, times in seconds.items():
-        median, p10, p90 = np.percentile(times, [50, 10, 90]).tolist()
+        median, least_wall, p10, p90 = np.percentile(times.wall, [50, 0, 10, 90])
         least = cost.base_cost(spec, pool[0]) if name == BASE else needs
         points.append(
             Point(
-                spec.name, name, spec.tokens,
-                median * 1e6, p10 * 1e6, p90 * 1e6, least.bytes, least.flops,
-                roofline=cost.roofline_seconds(least, peaks) / median,
-                base_ratio=median / base,
+                spec=spec.name,
+                implementation=name,
+                tokens=spec.tokens,
+                median_us=float(median * 1e6),
+                min_us=float(least_wall * 1e6),
+                cpu_us=min(times.cpu) * 1e6,
+                p10_us=float(p10 * 1e6),
+                p90_us=float(p90 * 1e6),
+                bytes=least.bytes,
+                flops=least.flops,
+                roofline=float(cost.roofline_seconds(least, peaks) / median),
+                base_ratio=float(median / base),
             )
-        )  # fmt: skip
+        )
     return points
+
+
+class _Times(NamedTuple):
+    """Seconds of one op, one number a round."""
+
+    wall: list[float]
+    cpu: list[float]
 
 
 def _timed_rounds(
     calls: dict[str, Callable[[], None]], rounds: int, ops: int
-) -> dict[str, list[float]]:
-    """Returns seconds of one op for each call, one number a round."""
-    seconds: dict[str, list[float]] = {name: [] for name in calls}
+) -> dict[str, _Times]:
+    times = {name: _Times([], []) for name in calls}
     for _ in range(rounds):
         for name, call in calls.items():
-            start = time.perf_counter()
+            wall, cpu = time.perf_counter(), time.process_time()
             call()
-            seconds[name].append((time.perf_counter() - start) / ops)
-    return seconds
+            times[name].cpu.append((time.process_time() - cpu) / ops)
+            times[name].wall.append((time.perf_counter() - wall) / ops)
+    return times
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

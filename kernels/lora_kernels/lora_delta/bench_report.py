@@ -19,7 +19,7 @@ from lora_kernels.lora_delta.cost import Peaks
 if TYPE_CHECKING:
     from lora_kernels.lora_delta.bench import Point
 
-COLUMNS = "{:32.32} {:>16.16} {:>10} {:>10} {:>10} {:>9} {:>9}"
+COLUMNS = "{:30.30} {:>15.15} {:>10} {:>9} {:>9} {:>9} {:>9} {:>8}"
 """Width of the table's columns, in characters."""
 
 VERSIONED = ("jax", "jaxlib", "numpy", "torch", "triton", "jax-triton")
@@ -29,7 +29,14 @@ VERSIONED = ("jax", "jaxlib", "numpy", "torch", "triton", "jax-triton")
 def header() -> str:
     """Returns the table's first line; times are of one op."""
     return COLUMNS.format(
-        "spec", "implementation", "median us", "p10", "p90", "roofline", "of base"
+        "spec",
+        "implementation",
+        "median us",
+        "p10",
+        "p90",
+        "cpu",
+        "roofline",
+        "of base",
     )
 
 
@@ -40,13 +47,14 @@ def rows(points: Sequence[Point]) -> str:
 
 def _row(point: Point) -> str:
     if point.median_us is None:
-        return f"{point.spec:32.32} {point.implementation:>16.16} {point.refusal}"
+        return f"{point.spec:30.30} {point.implementation:>15.15} {point.refusal}"
     return COLUMNS.format(
         point.spec,
         point.implementation,
         f"{point.median_us:.1f}",
         f"{point.p10_us:.1f}",
         f"{point.p90_us:.1f}",
+        f"{point.cpu_us:.1f}",
         f"{point.roofline:.1%}",
         f"{point.base_ratio:.2f}x",
     )
