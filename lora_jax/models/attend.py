@@ -8,6 +8,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+QUERY_BLOCK = 1024
+"""Queries of a long text that are scored at once: 1 GiB of scores for 32 heads of 8192
+tokens; more blocks make the program longer."""
+
 
 def attend(
     q: Float[Array, "batch time heads head_dim"],
@@ -39,20 +43,44 @@ def attend(
     return mixed.reshape(batch, time, heads * head_dim)
 
 
+def causal_attend(
+    q: Float[Array, "batch time heads head_dim"],
+    k: Float[Array, "batch kv_heads time head_dim"],
+    v: Float[Array, "batch kv_heads time head_dim"],
+    *,
+    window: int | None,
+    scale: float,
+    softcap: float | None,
+    block: int = QUERY_BLOCK,
+) -> Float[Array, "batch time heads*head_dim"]:
+    """Returns `attend` of a text to itself, each token to itself and those before.
+
+    Long texts are done a block of queries at a time against the keys that the block
+    can see: the scores of a whole long text would not fit into memory.
+
+    Args:
+      window: how many positions a token sees, itself included; `None` sees all before.
+      scale, softcap: as in `attend`.
+      block: queries at a time.
+    """
+    time = q.shape[1]
+    mixed = []
+    for start in range(0, time, block):
+        end = min(start + block, time)
+        first = 0 if window is None else max(0, start - window + 1)
+        own = jnp.arange(start, end, dtype=jnp.int32)
+        seen = _between(own, jnp.arange(first, end, dtype=jnp.int32), window)
+        keys, values = k[:, :, first:end], v[:, :, first:end]
+        queries = q[:, start:end]
+        mixed.append(
+            attend(queries, keys, values, seen[None], scale=scale, softcap=softcap)
+        )
+    return mixed[0] if len(mixed) == 1 else jnp.concatenate(mixed, axis=1)
+
+
 def cap(x: Float[Array, "..."], bound: float) -> Float[Array, "..."]:
     """Returns `x` squeezed smoothly between `-bound` and `bound`."""
     return bound * jnp.tanh(x / bound)
-
-
-def causal(time: int, window: int | None) -> Bool[Array, "1 time time"]:
-    """Returns which position (column) each position (row) sees.
-
-    Args:
-      time: length of the text.
-      window: how many positions a token sees, itself included; `None` sees all before.
-    """
-    positions = jnp.arange(time, dtype=jnp.int32)
-    return _between(positions, positions, window)[None]
 
 
 def counted_positions(time: int) -> Int[Array, "1 time"]:

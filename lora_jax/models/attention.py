@@ -5,7 +5,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from lora_jax.models.attend import attend, causal, seen_in_cache
+from lora_jax.models.attend import attend, causal_attend, seen_in_cache
 from lora_jax.models.cache import write_position
 from lora_jax.models.config import ModelConfig
 from lora_jax.models.linear import linear_of_parts, plain_linear
@@ -61,8 +61,9 @@ class Attention(nnx.Module):
         """Returns the attention's output and the keys and values of the prompt."""
         q, k, v = self._project(x, angles)
         k, v = jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
-        seen = causal(x.shape[1], self.window)
-        mixed = attend(q, k, v, seen, scale=self.scale, softcap=self.softcap)
+        mixed = causal_attend(
+            q, k, v, window=self.window, scale=self.scale, softcap=self.softcap
+        )
         return self.o_proj(mixed), k, v
 
     def decode(

@@ -10,7 +10,12 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from lora_jax.models.activations import ACTIVATIONS
-from lora_jax.models.attend import attend, causal, counted_positions, seen_in_cache
+from lora_jax.models.attend import (
+    attend,
+    causal_attend,
+    counted_positions,
+    seen_in_cache,
+)
 from lora_jax.models.cache import KVCache, write_position
 from lora_jax.models.config import ModelConfig
 from lora_jax.models.linear import Conv1D, plain_embed
@@ -34,8 +39,7 @@ class GPT2Attention(nnx.Module):
         """Returns the attention's output and the keys and values of the prompt."""
         q, k, v = self._project(x)
         k, v = jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
-        seen = causal(x.shape[1], None)
-        mixed = attend(q, k, v, seen, scale=self.scale, softcap=None)
+        mixed = causal_attend(q, k, v, window=None, scale=self.scale, softcap=None)
         return self.c_proj(mixed), k, v
 
     def decode(
