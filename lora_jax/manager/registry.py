@@ -228,7 +228,7 @@ class AdapterRegistry:
             if adapter_id not in self._table.registered:
                 return None
             self._table.registered.touch(adapter_id)
-            self._tiers.used(adapter_id)
+            self._tiers.found(adapter_id)
             return self._tiers.host[adapter_id].adapter
 
     def can_activate(self, ids: Iterable[int]) -> bool:
@@ -296,5 +296,5 @@ class AdapterRegistry:
         if id not in self._table.registered:
             return False
         self._rules.added_again(self._table, id)
-        self._tiers.used(id)
+        self._tiers.found(id)
         return True

@@ -10,6 +10,7 @@ class Stats:
     Attributes:
       added: adapters registered on the host.
       reloaded: adapters replaced under their id.
+      host_hits: times that an adapter asked for was registered already.
       host_evictions: adapters that had to leave the host for another.
       device_hits: activations that found the adapter in a slot.
       device_misses: activations that had to write a slot.
@@ -25,6 +26,7 @@ class Stats:
 
     added: int = 0
     reloaded: int = 0
+    host_hits: int = 0
     host_evictions: int = 0
     device_hits: int = 0
     device_misses: int = 0

@@ -114,6 +114,11 @@ class Tiers:
             self.device.clear(hold.slot)
         return released
 
+    def found(self, id: int) -> None:
+        """Notes that an adapter asked for was registered already."""
+        self.stats.host_hits += 1
+        self.used(id)
+
     def used(self, id: int) -> None:
         """Notes the time of an adapter's use."""
         self.last_used[id] = time.monotonic()

@@ -82,6 +82,8 @@ def test_evictions_are_counted() -> None:
     for id in (1, 2, 3):
         manager.add_adapter(make_adapter(id, 2))
         manager.activate_adapter(id)
+    assert not manager.add_adapter(make_adapter(3, 2))
+    assert manager.metrics()["host_hits"] == 1
     assert manager.metrics()["host_evictions"] == 1
     assert manager.metrics()["device_evictions"] == 2
 
