@@ -16,6 +16,9 @@ from lora_jax.layers import Sites
 from lora_jax.layers.base import HostSlot
 from lora_jax.layers.stacked import stack_hosts
 
+SAMPLES = 3
+"""Module paths shown of each side, so that another spelling can be seen."""
+
 
 @dataclass(frozen=True, eq=False)
 class Packed:
@@ -58,7 +61,7 @@ def pack(adapter: Adapter, sites: Sites, dtype: np.dtype) -> Packed:
     found, unknown = match_modules(adapter.parts, known)
     matched = {m: name for m, name in found.items() if name in sites.targets}
     left_out = {m: sites.left_out[n] for m, n in found.items() if m not in matched}
-    problems = _unknown_modules(unknown, sites)
+    problems = _unknown_modules(unknown, sites, len(adapter.parts))
     grouped: Grouped = {}
     for module, name in matched.items():
         target = sites.targets[name]
@@ -126,9 +129,16 @@ def _tie_token_rows(grouped: Grouped, sites: Sites) -> list[str]:
     return []
 
 
-def _unknown_modules(unknown: list[str], sites: Sites) -> list[str]:
+def _unknown_modules(unknown: list[str], sites: Sites, modules: int) -> list[str]:
     known = sorted({name.rpartition(".")[2] for name in sites.targets})
-    return [
+    problems = [
         f"{module}: not a module that this model can adapt; known: {', '.join(known)}."
         for module in unknown
     ]
+    if unknown:
+        here = ", ".join(sorted(sites.targets)[:SAMPLES])
+        problems.append(
+            f"{len(unknown)} of {modules} modules have no place; this model's paths "
+            f"are {here}, ... and the file's {', '.join(sorted(unknown)[:SAMPLES])}."
+        )
+    return problems

@@ -72,6 +72,7 @@ def test_every_fault_is_in_one_error():
     assert "blocks.7.up_proj: not a module that this model can adapt; known: fc" in text
     assert "blocks.0.q_proj: rank 9 exceeds max_lora_rank=8" in text
     assert "blocks.0.fc: lora_A has input width 15, the layer has 16." in text
+    assert "1 of 3 modules have no place; this model's paths are blocks.0." in text
 
 
 def test_one_place_named_twice_is_refused():
