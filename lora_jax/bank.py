@@ -17,6 +17,7 @@ import numpy as np
 from flax import nnx
 
 from lora_jax.layers import Sites
+from lora_jax.layers.extras import EVERYWHERE
 from lora_jax.packing import Packed
 from lora_jax.staging import SlotLayout, Staged, has_room, in_order, stage_slot
 
@@ -121,9 +122,9 @@ def room_for(bank: Bank, sites: Sites, packed: Packed) -> Bank:
     """Returns a bank with every array that an adapter brings, zeros where it is new.
 
     The arrays of a plain low-rank pair are always there, and then this is the given
-    bank itself. The first adapter of another kind (a bias, DoRA, ...) adds its arrays
-    to every site that can have them: a step that is given the larger bank compiles
-    anew, once for the kind and not for each adapter.
+    bank itself. The first adapter of another kind (a bias, DoRA, a head, ...) adds its
+    arrays, and a step that is given the larger bank compiles anew: once for the kind
+    and not for each adapter, because a bias or gain is then added to every site.
     """
     layout = bank_layout(bank)
     wanted: dict[str, dict[str, jax.ShapeDtypeStruct]] = {}
@@ -131,8 +132,8 @@ def room_for(bank: Bank, sites: Sites, packed: Packed) -> Bank:
         for key, values in arrays.items():
             if has_room(layout[own].get(key), values.shape):
                 continue
-            for name, layer in sites.items():
-                spec = layer.extra_spec(key, values)
+            for name in sites if key in EVERYWHERE else (own,):
+                spec = sites[name].extra_spec(key, values)
                 wanted.setdefault(name, {}).update(spec)
     if not wanted:
         return bank

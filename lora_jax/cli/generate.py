@@ -21,6 +21,7 @@ from lora_jax.cli.sources import (
     positive,
     unique_names,
 )
+from lora_jax.cli.textlines import check_output
 from lora_jax.config import LoRAConfig
 from lora_jax.errors import AdapterError, RequestError, faults
 from lora_jax.manager import LRUCacheLoRAModelManager
@@ -134,7 +135,7 @@ def run(args: argparse.Namespace) -> int:
     sampling = SamplingParams(args.temperature, args.top_k, args.top_p, args.seed)
     folders = unique_names(args.lora)
     lines = read_input(args.input, folders)
-    _check_output(args.output, args.input)
+    check_output(args.output, args.input)
     rank = largest_rank(folders, args.max_lora_rank)
     keep_compiled_programs()
     with progress(f"loading {args.model}") as say:
@@ -165,16 +166,6 @@ def run(args: argparse.Namespace) -> int:
     _print_summary(results, time.perf_counter() - start, count.count)
     _raise_failures(args.input, results)
     return 0
-
-
-def _check_output(output: Path, source: Path) -> None:
-    """Finds out before the long work whether the answers can be written."""
-    if output.exists() and output.samefile(source):
-        raise RequestError(f"--output {output} is the input file; name another.")
-    if output.is_dir():
-        raise RequestError(f"--output {output} is a folder; name a file.")
-    if not output.absolute().parent.is_dir():
-        raise RequestError(f"--output {output}: its folder does not exist; make it.")
 
 
 def _engine(

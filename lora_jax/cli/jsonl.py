@@ -6,7 +6,7 @@ file and line number.
 
 import dataclasses
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 from lora_jax.errors import RequestError, faults
@@ -45,19 +45,43 @@ def read_input(path: Path, lora_names: Collection[str]) -> list[InputLine]:
     Raises:
       RequestError: naming file and line of every bad line, or that there is no file.
     """
+
+    def check(value: Mapping) -> list[str]:
+        return [
+            *field_faults(value, FIELDS),
+            *_prompt_faults(value),
+            *lora_faults(value, lora_names),
+            *_max_tokens_faults(value),
+        ]
+
+    return [_line(number, value) for number, value in read_objects(path, check)]
+
+
+def read_objects(
+    path: Path, check: Callable[[Mapping], list[str]]
+) -> list[tuple[int, Mapping]]:
+    """Returns the objects of a JSONL file with their line numbers, all of them checked.
+
+    Args:
+      path: the file, UTF-8; blank lines are left out.
+      check: gives what is wrong with an object.
+    Raises:
+      RequestError: naming file and line of every bad line, or that there is no file.
+    """
     if not path.exists() or path.is_dir():
         raise RequestError(f"input {path}: there is no such file.")
-    lines: list[InputLine] = []
+    objects: list[tuple[int, Mapping]] = []
     found: list[str] = []
     for number, text in enumerate(_split_lines(path), start=1):
         if not text.strip():
             continue
-        problems, line = _parse(number, text, lora_names)
+        problems, value = _parse(number, text)
+        problems += [] if value is None else check(value)
         found += [f"{path}:{number}: {problem}" for problem in problems]
-        if line is not None:
-            lines.append(line)
+        if value is not None:
+            objects.append((number, value))
     raise_line_faults(path, found)
-    return lines
+    return objects
 
 
 def raise_line_faults(path: Path, found: list[str]) -> None:
@@ -76,9 +100,7 @@ def _split_lines(path: Path) -> list[bytes]:
     return path.read_bytes().split(b"\n")
 
 
-def _parse(
-    number: int, text: bytes, lora_names: Collection[str]
-) -> tuple[list[str], InputLine | None]:
+def _parse(number: int, text: bytes) -> tuple[list[str], Mapping | None]:
     try:
         value = _strict_json(text.decode("utf-8-sig" if number == 1 else "utf-8"))
     except UnicodeDecodeError as error:
@@ -88,14 +110,8 @@ def _parse(
     except (ValueError, RecursionError) as error:
         return [f"not JSON: {error}."], None
     if not isinstance(value, dict):
-        return [f"expected an object, found {_kind(value)}."], None
-    problems = [
-        *_field_faults(value),
-        *_prompt_faults(value),
-        *_lora_faults(value, lora_names),
-        *_max_tokens_faults(value),
-    ]
-    return problems, None if problems else _line(number, value)
+        return [f"expected an object, found {kind_of(value)}."], None
+    return [], value
 
 
 def _strict_json(text: str) -> object:
@@ -135,12 +151,13 @@ def _line(number: int, value: Mapping) -> InputLine:
     )
 
 
-def _field_faults(value: Mapping) -> list[str]:
+def field_faults(value: Mapping, known: Sequence[str]) -> list[str]:
+    """Returns what is wrong with an object's fields as such: unknown ones, no id."""
     # An unknown field may be a misspelt one ("laro"): ignoring it could answer with
     # the base model.
-    unknown = sorted(str(field) for field in value.keys() - set(FIELDS))
+    unknown = sorted(str(field) for field in value.keys() - set(known))
     problems = [
-        f"unknown field {field!r}; known: {', '.join(FIELDS)}." for field in unknown
+        f"unknown field {field!r}; known: {', '.join(known)}." for field in unknown
     ]
     if "id" not in value:
         problems.append("there is no 'id'.")
@@ -162,18 +179,23 @@ def _prompt_faults(value: Mapping) -> list[str]:
 
 def _text_faults(prompt: object) -> list[str]:
     if not isinstance(prompt, str):
-        return [f"'prompt': expected text, found {_kind(prompt)}."]
+        return [f"'prompt': expected text, found {kind_of(prompt)}."]
     return [] if prompt else ["'prompt' is empty."]
 
 
 def _token_faults(tokens: object) -> list[str]:
+    return token_faults("prompt_token_ids", tokens)
+
+
+def token_faults(field: str, tokens: object) -> list[str]:
+    """Returns what is wrong with a field that should hold token ids."""
     if not isinstance(tokens, list):
-        return [f"'prompt_token_ids': expected a list, found {_kind(tokens)}."]
+        return [f"{field!r}: expected a list, found {kind_of(tokens)}."]
     if not tokens:
-        return ["'prompt_token_ids' is empty."]
+        return [f"{field!r} is empty."]
     strangers = [token for token in tokens if type(token) is not int]
     if strangers:
-        return [f"'prompt_token_ids': expected integers, found {strangers[0]!r}."]
+        return [f"{field!r}: expected integers, found {strangers[0]!r}."]
     return []
 
 
@@ -190,12 +212,13 @@ def _message_faults(messages: object) -> list[str]:
     return []
 
 
-def _lora_faults(value: Mapping, lora_names: Collection[str]) -> list[str]:
+def lora_faults(value: Mapping, lora_names: Collection[str]) -> list[str]:
+    """Returns what is wrong with an object's "lora": no name, or one nobody has."""
     name = value.get("lora")
     if name is None:
         return []
     if not isinstance(name, str):
-        return [f"'lora': expected a name or null, found {_kind(name)}."]
+        return [f"'lora': expected a name or null, found {kind_of(name)}."]
     if name not in lora_names:
         known = ", ".join(sorted(lora_names)) or "none; give --lora NAME=DIR"
         return [f"unknown LoRA {name!r}; known: {known}."]
@@ -209,7 +232,8 @@ def _max_tokens_faults(value: Mapping) -> list[str]:
     return [f"'max_tokens': expected an integer >= 0, found {count!r}."]
 
 
-def _kind(value: object) -> str:
+def kind_of(value: object) -> str:
+    """Returns what JSON calls a value."""
     names = {dict: "an object", list: "a list", str: "text", bool: "a boolean"}
     if value is None:
         return "null"

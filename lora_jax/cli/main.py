@@ -10,13 +10,25 @@ import traceback
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 
-from lora_jax.cli import bench, convert, demo, extract, generate, inspect, merge
+from lora_jax.cli import (
+    bench,
+    classify,
+    convert,
+    demo,
+    embed,
+    extract,
+    generate,
+    inspect,
+    merge,
+)
 from lora_jax.cli.console import print_error
 from lora_jax.errors import LoRAError
 
 COMMANDS = {
     "demo": demo,
     "generate": generate,
+    "embed": embed,
+    "classify": classify,
     "inspect": inspect,
     "convert": convert,
     "merge": merge,

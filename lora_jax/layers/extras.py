@@ -21,6 +21,9 @@ from lora_kernels import Routing
 BIAS, GAIN = "bias", "gain"
 """Names of the arrays."""
 
+EVERYWHERE = frozenset({BIAS, GAIN})
+"""Arrays whose shape a layer knows: with the first, every layer gets its own."""
+
 
 def apply_extras(
     rows: jax.Array,

@@ -7,7 +7,7 @@ from lora_jax.config import LoRAConfig
 from lora_jax.errors import ConfigError
 from lora_jax.layers import wrap
 from lora_jax.layers.naming import other_names
-from lora_jax.layers.wrap import Target
+from lora_jax.layers.sites import Target
 
 PATHS = ["layers.0.attn.q", "layers.0.attn.qq", "layers.11.attn.q", "head"]
 

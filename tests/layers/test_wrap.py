@@ -10,7 +10,7 @@ from helpers import Toy, slots_from_scratch
 from lora_jax.config import LoRAConfig
 from lora_jax.errors import ConfigError, ModelError
 from lora_jax.layers import LoRALayer, unwrap, wrap
-from lora_jax.layers.wrap import Target
+from lora_jax.layers.sites import Target
 from lora_jax.models.linear import FusedLinear
 
 
