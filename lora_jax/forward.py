@@ -57,7 +57,8 @@ def merge(
       bank: all slots.
       routing: domain -> routing; `{}` runs the base model, without any LoRA work.
     """
-    model = nnx.merge(graphdef, weights)
+    # New variables: those of a state that a jit closes over cannot be written in it.
+    model = nnx.merge(graphdef, jax.tree.map(lambda array: array, weights))
     install(model, bank, routing)
     return model
 

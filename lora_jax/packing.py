@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from lora_jax.adapters import Adapter, AdapterPart, TokenRows, match_modules
+from lora_jax.adapters.overflow import value_overflows
+from lora_jax.basecopies import base_copy_faults
 from lora_jax.errors import AdapterError, faults
 from lora_jax.layers import Sites
 from lora_jax.layers.base import HostSlot
@@ -54,8 +56,9 @@ def pack(adapter: Adapter, sites: Sites, dtype: np.dtype) -> Packed:
       sites: the model's LoRA layers.
       dtype: dtype of the factors in the bank; scales stay float32.
     Raises:
-      AdapterError: naming every module that has no site, and every pair whose kind,
-        width or rank its site cannot hold.
+      AdapterError: naming every module that has no site, every part whose kind, width
+        or rank its site cannot hold, every value that `dtype` cannot hold, and every
+        base layer that is not the one that the file has a copy of.
     """
     known = {*sites.targets, *sites.left_out}
     found, unknown = match_modules(adapter.parts, known)
@@ -73,6 +76,8 @@ def pack(adapter: Adapter, sites: Sites, dtype: np.dtype) -> Packed:
             problems.append(f"{module}: another module of the file has this place too.")
         taken[target.part] = weights
     problems += _tie_token_rows(grouped, sites)
+    problems += [f"{text}." for text in value_overflows(adapter.parts, dtype)]
+    problems += base_copy_faults(adapter, sites)
     if not adapter.parts:
         problems.append("the adapter adapts no module.")
     if left_out and not matched:

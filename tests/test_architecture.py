@@ -29,6 +29,7 @@ FLOORS = {
     "lora_jax.rules": 1,
     "lora_jax.slots": 1,
     "lora_jax.layers": 2,
+    "lora_jax.basecopies": 3,
     "lora_jax.packing": 3,
     "lora_jax.staging": 4,
     "lora_jax.bank": 4,

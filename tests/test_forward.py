@@ -112,3 +112,13 @@ def test_the_module_itself_runs_under_jit():
     eager = model(inputs(3))
     for jitted in (jax.jit(lambda m, x: m(x)), nnx.jit(lambda m, x: m(x))):
         np.testing.assert_allclose(jitted(model, inputs(3)), eager, atol=1e-6)
+
+
+def test_a_jit_may_close_over_the_weights():
+    model, sites, bank = _setting()
+    graphdef, weights = split(model)
+    bank = _with(bank, sites, 0, make_adapter(1, 4))
+    routing = routing_from_slots(jnp.asarray([0, -1, 0]), SLOTS)
+    closed = jax.jit(lambda x: forward(graphdef, weights, bank, routing, x))
+    expected = forward(graphdef, weights, bank, routing, inputs(3))
+    np.testing.assert_allclose(closed(inputs(3)), expected, atol=1e-6)

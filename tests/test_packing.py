@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from helpers import Toy, make_adapter
-from lora_jax.adapters import adapter_from_tensors
+from lora_jax.adapters import LowRank, adapter_from_tensors
 from lora_jax.config import LoRAConfig
 from lora_jax.errors import AdapterError
 from lora_jax.layers import wrap
@@ -79,3 +79,12 @@ def test_one_place_named_twice_is_refused():
     adapter = make_adapter(1, 2, modules=["blocks.0.qkv_proj", "blocks.0.k_proj"])
     with pytest.raises(AdapterError, match="has this place too"):
         pack(adapter, _sites(), FLOAT32)
+
+
+def test_values_that_the_bank_cannot_hold_are_refused():
+    adapter = make_adapter(1, 2, modules=["blocks.0.fc"])
+    pair = adapter.parts["blocks.0.fc"]
+    large = LowRank(pair.a * np.float32(1e6), pair.b, pair.scale)
+    object.__setattr__(adapter, "parts", {"blocks.0.fc": large})
+    with pytest.raises(AdapterError, match=r"fc: lora\.a has values up to"):
+        pack(adapter, _sites(), np.dtype("float16"))

@@ -14,6 +14,7 @@ from lora_jax.adapters import (
     ReplacedBias,
     TokenRows,
 )
+from lora_jax.adapters.copies import copy_base
 from lora_jax.bank import empty_bank, room_for, stage, write
 from lora_jax.config import LoRAConfig
 from lora_jax.errors import AdapterError
@@ -189,6 +190,25 @@ def test_trained_tokens_of_a_tied_embedding_need_the_head():
     sites = wrap(Model(tied=True), LoRAConfig(target_modules=["embed_tokens"]))
     with pytest.raises(AdapterError, match="target_modules leaves it out; add it"):
         pack(_adapter(1), sites, FLOAT32)
+
+
+@pytest.mark.parametrize("module", ["embed_tokens", "lm_head"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_file_with_a_copy_of_another_base_is_refused(module, tied):
+    model = Model(tied=tied)
+    sites = wrap(model, LoRAConfig(max_lora_rank=4))
+    table = np.asarray(
+        model.embed_tokens.embedding[...]
+        if tied or module == "embed_tokens"
+        else model.lm_head.kernel[...].T
+    )
+    slot = 0 if module == "embed_tokens" else 4
+    adapter = _adapter(slot)
+    object.__setattr__(adapter, "base_copies", {module: copy_base(table)})
+    pack(adapter, sites, FLOAT32)
+    object.__setattr__(adapter, "base_copies", {module: copy_base(table + 0.1)})
+    with pytest.raises(AdapterError, match=f"{module}: .* trained on another base"):
+        pack(adapter, sites, FLOAT32)
 
 
 def test_embeddings_of_positions_are_left_alone():
