@@ -105,6 +105,15 @@ def test_every_gradient_compiles(target, case, table):
     assert set(names) == {"expand_kernel", "grouped_kernel", "shrink_kernel"}
 
 
+@pytest.mark.parametrize("max_rank", [16, 80])
+@pytest.mark.parametrize("tokens", [32, 600], ids=["decode", "prefill"])
+@pytest.mark.parametrize("widths", [(4096, 1024, 1024), (64,)], ids=str)
+def test_mosaic_gpu_compiles(tokens, max_rank, widths):
+    case = Case("", tokens, max_rank, 4096, widths, "bfloat16")
+    compiled = compile_for("h200", call(case, "mosaic_gpu"), case.arguments)
+    assert compiled.as_text().count("mosaic_gpu") >= 2
+
+
 def test_a_decode_site_is_one_launch_without_temporaries():
     case = Case("", 32, 16, 4096, (4096, 1024, 1024), "bfloat16", slots=32)
     routing = jax.eval_shape(

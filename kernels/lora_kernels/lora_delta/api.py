@@ -33,6 +33,7 @@ IMPLEMENTATIONS = MappingProxyType(
         "xla": "lora_kernels.lora_delta.xla",
         "triton": "lora_kernels.lora_delta.triton",
         "triton_invariant": "lora_kernels.lora_delta.triton_invariant",
+        "mosaic_gpu": "lora_kernels.lora_delta.mosaic_gpu",
     }
 )
 """Name -> module of a backend. A new backend is one file and one row."""
@@ -47,7 +48,7 @@ BACKWARD_IMPLEMENTATIONS = MappingProxyType(
 """Name -> module of a backward pass; one that has no row here takes `xla`'s."""
 
 DEFAULT_ORDER = MappingProxyType(
-    {"cpu": ("xla",), "gpu": ("triton", "xla"), "tpu": ("xla",)}
+    {"cpu": ("xla",), "gpu": ("triton", "mosaic_gpu", "xla"), "tpu": ("xla",)}
 )
 """What `implementation=None` tries on each platform (`jax.default_backend()`)."""
 

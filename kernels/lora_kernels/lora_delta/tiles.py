@@ -14,8 +14,8 @@ DECODE_TOKENS = 256
 BLOCK_RANK = 16
 """Smallest side of a tensor-core product. A decode row costs its rank, rounded up."""
 
-VECTOR_BYTES = 16
-"""Bytes of the widest load of one thread; rows must start at a multiple of it."""
+UNEVEN_BLOCK_N = 64
+"""Columns of an output tile of the fused kernel where tiles do not fit exactly."""
 
 SHRINK_BYTES = 32 << 20
 """Bytes of A that the programs of a fused launch may re-read from the L2 cache."""
@@ -42,15 +42,6 @@ class Problem:
     def wide(self) -> bool:
         """Whether a product runs in 32 bit."""
         return max(self.x_bytes, self.weight_bytes) > 2
-
-    @property
-    def aligned(self) -> bool:
-        """Whether every row of x, a, b and y starts at a multiple of VECTOR_BYTES."""
-        narrow = min(self.x_bytes, self.weight_bytes)
-        return all(
-            width * narrow % VECTOR_BYTES == 0
-            for width in (self.d_in, *self.part_widths)
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +86,9 @@ def decode_tiles(problem: Problem, gpu: Gpu, *, vector_rows: int = 1) -> DecodeT
     part_bytes = problem.max_rank * problem.d_in * problem.weight_bytes
     affordable = SHRINK_BYTES // max(part_bytes, 1)
     block_n = _block_n(problem)
+    even = problem.d_in % max(warps * block_k, vector_k) == 0 and all(
+        width % block_n == 0 for width in problem.part_widths
+    )
     return DecodeTiles(
         programs=programs,
         spread=max(min(programs, affordable), gpu.num_sms // 4, 1),
@@ -103,19 +97,16 @@ def decode_tiles(problem: Problem, gpu: Gpu, *, vector_rows: int = 1) -> DecodeT
         block_rank=BLOCK_RANK,
         block_k=block_k,
         vector_k=vector_k,
-        block_n=block_n,
-        even=problem.d_in % max(warps * block_k, vector_k) == 0
-        and all(width % block_n == 0 for width in problem.part_widths),
-        stages=4,
+        # Masks take registers, which bound the width of a tile.
+        block_n=block_n if even else UNEVEN_BLOCK_N,
+        even=even,
+        stages=4 if even or problem.wide else 3,
         warps=warps,
     )
 
 
 def _block_n(problem: Problem) -> int:
-    # Columns of one output tile. Wide tiles mean few programs that repeat the shrink;
-    # masks and rows that start unaligned take registers, which bound the width.
-    if not problem.aligned:
-        return 64
+    # Columns of one output tile. Wide tiles mean few programs that repeat the shrink.
     widths = problem.part_widths
     fits = sum(widths) >= 4096 and all(width % 256 == 0 for width in widths)
     return 256 if fits and not problem.wide else 128
@@ -166,6 +157,12 @@ class GroupedTiles:
 SEGMENT_ROWS = 64
 """Rows of one tile of the segment form: the smallest that fills a Hopper wgmma."""
 
+STEP_BYTES = 128
+"""Bytes of a row that one step of the segment form's shrink takes."""
+
+UNEVEN_BLOCK_K = 16
+"""Columns of such a step where rows have a rest, or start unaligned."""
+
 MOST_SPLITS = 8
 """Partial sums that expand adds for each number of h."""
 
@@ -182,7 +179,8 @@ def shrink_tiles(
       number_bytes: bytes of one number of the wider side.
       gpu: the GPU to build for.
     """
-    block_k = 128 // number_bytes
+    even = all(width * number_bytes % STEP_BYTES == 0 for width in widths)
+    block_k = STEP_BYTES // number_bytes if even else UNEVEN_BLOCK_K
     row_programs = -(-tokens // SEGMENT_ROWS) * len(widths)
     wanted = min(max(2 * gpu.num_sms // row_programs, 1), MOST_SPLITS)
     steps = -(-max(widths) // block_k)
@@ -193,20 +191,18 @@ def shrink_tiles(
         block_k=block_k,
         k_split=k_split,
         splits=-(-max(widths) // k_split),
-        even_k=all(width % block_k == 0 for width in widths),
+        even_k=even,
         warps=4,
         stages=4,
     )
 
 
-def expand_tiles(
-    *, widths: tuple[int, ...], ranks: int, number_bytes: int
-) -> ExpandTiles:
+def expand_tiles(*, widths: tuple[int, ...], number_bytes: int) -> ExpandTiles:
     """Returns the tiles of an expand; arguments as in `shrink_tiles`, for y."""
     block_n = 128 if number_bytes <= 2 else 64
     return ExpandTiles(
         block_rows=SEGMENT_ROWS,
-        block_rank=_block_rank(ranks, 32),
+        block_rank=BLOCK_RANK,
         block_n=block_n,
         even_n=all(width % block_n == 0 for width in widths),
         warps=8,

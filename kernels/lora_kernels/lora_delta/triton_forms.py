@@ -172,11 +172,7 @@ def expand_launch(
     """
     shared = w.ndim == 4
     widths = (y.shape[1],) if shared else call.part_widths
-    chosen = tiles.expand_tiles(
-        widths=widths,
-        ranks=call.parts * call.max_rank if shared else call.max_rank,
-        number_bytes=w.dtype.itemsize,
-    )
+    chosen = tiles.expand_tiles(widths=widths, number_bytes=w.dtype.itemsize)
     order, *items = row_tiles(call.routing, chosen.block_rows)
     column_tiles = sum(-(-width // chosen.block_n) for width in widths)
     return Launch(

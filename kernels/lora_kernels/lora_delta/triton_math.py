@@ -38,8 +38,12 @@ def product_of_float32(left, right, total):
         total = tl.dot(high, right, total)
         total = tl.dot(low, right, total)
     elif right.dtype == tl.float16:
+        # tf32 keeps 11 bits and the range of float32; the right side fits into it.
         right = right.to(tl.float32)
-        total = tl.dot(left, right, total, input_precision="tf32x3")
+        bits = left.to(tl.int32, bitcast=True) & -8192
+        high = bits.to(tl.float32, bitcast=True)
+        total = tl.dot(high, right, total, input_precision="tf32")
+        total = tl.dot(left - high, right, total, input_precision="tf32")
     else:
         total = tl.dot(left, right, total, input_precision="tf32x3")
     return total

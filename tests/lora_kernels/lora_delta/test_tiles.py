@@ -95,9 +95,7 @@ def test_every_segment_choice_is_one_that_is_compiled(
             number_bytes=number_bytes,
             gpu=H100,
         )
-        expand = tiles.expand_tiles(
-            widths=widths, ranks=ranks, number_bytes=number_bytes
-        )
+        expand = tiles.expand_tiles(widths=widths, number_bytes=number_bytes)
         grouped = tiles.grouped_tiles(max_rank=ranks, number_bytes=number_bytes)
         return (
             (shrink.block_rank, shrink.block_k, shrink.even_k),
