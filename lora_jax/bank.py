@@ -115,7 +115,10 @@ def empty_bank(sites: Sites, slots: int, dtype: np.dtype) -> Bank:
 
 def _zeros(spec: jax.ShapeDtypeStruct, slots: int, axis: int) -> jax.Array:
     shape = [*spec.shape[:axis], slots, *spec.shape[axis:]]
-    return jnp.zeros(shape, spec.dtype)
+    zeros = jnp.zeros(shape, spec.dtype)
+    # Bound to its device, as every slot is once it is written: a program that was
+    # compiled for arrays that may move compiles again for arrays that may not.
+    return jax.device_put(zeros, zeros.sharding)
 
 
 def room_for(bank: Bank, sites: Sites, packed: Packed) -> Bank:

@@ -103,6 +103,11 @@ class ServedAdapters:
         assert adapter is not None
         return adapter
 
+    def warmup(self) -> None:
+        """Compiles the writes to slots, unless adapters are registered already."""
+        if self._manager is not None and not len(self._manager):
+            self._manager.warmup((), lambda _: None)
+
     def can_acquire(self, adapter_id: int) -> bool:
         """Whether the adapter has, or can get, a slot without evicting a held one."""
         return self._require_manager().can_load(adapter_id)

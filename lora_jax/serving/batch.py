@@ -10,10 +10,11 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from lora_jax.bank import Bank
 from lora_jax.forward import split
-from lora_jax.models import CausalLM, empty_cache
+from lora_jax.models import CausalLM, KVCache, empty_cache
 from lora_jax.serving.buckets import row_ladder, smallest_that_holds, split_rows
 from lora_jax.serving.rows import RowFacts, StepRows, pack_rows
 from lora_jax.serving.steps import Rebuilt, Steps
@@ -78,8 +79,12 @@ class Batch:
         self._num_rows = num_rows
         self._lengths = lengths
         dtype = model.model.embed_tokens.embedding.dtype
-        self._cache = empty_cache(model.config, num_rows, num_positions, dtype)
-        self._tokens = jnp.zeros((num_rows,), jnp.int32)
+        cache = empty_cache(model.config, num_rows, num_positions, dtype)
+        # Bound to its device from the start, as it is once a step has returned it: a
+        # program for arrays that may move compiles again for arrays that may not.
+        place = _beside(self._weights[0])
+        self._cache: KVCache = jax.device_put(cache, place)
+        self._tokens = jax.device_put(jnp.zeros((num_rows,), jnp.int32), place)
 
     def prefill(self, bank: Bank | None, prompts: Sequence[Prompt]) -> StepOutput:
         """Fills the prompts' rows and draws each one's first token.
@@ -91,13 +96,11 @@ class Batch:
         for length, group in self._by_length(prompts).items():
             for size in split_rows(len(group), row_ladder(length, self._num_rows)):
                 chunk, group = group[:size], group[size:]
-                lora = _any_lora([prompt.facts for prompt in chunk])
-                hidden, padded, rows = self._prefill(
-                    bank, chunk, length, size, lora=lora
-                )
+                used = bank if _any_lora([prompt.facts for prompt in chunk]) else None
+                hidden, padded, rows = self._prefill(used, chunk, length, size)
                 if any(prompt.scored for prompt in chunk):
                     scores = self._steps.score(
-                        self._weights, bank, hidden, padded, rows, lora=lora
+                        self._weights, used, hidden, padded, rows
                     )
                     pending.append((chunk, scores))
         tokens, found = jax.device_get(
@@ -116,7 +119,7 @@ class Batch:
         rows = [RowFacts(row) for row in range(self._num_rows)]
         for fact in facts:
             rows[fact.row] = fact
-        self._decode(bank, rows, lora=_any_lora(facts))
+        self._decode(bank if _any_lora(facts) else None, rows)
         return StepOutput(jax.device_get(self._tokens), {})
 
     def prompt_logits(
@@ -126,14 +129,13 @@ class Batch:
 
         With a bank, base rows too run in the program with LoRA, as in a mixed batch.
         """
-        lora = bank is not None
         found: list[np.ndarray] = []
         for length, group in self._by_length(prompts).items():
             for size in split_rows(len(group), row_ladder(length, self._num_rows)):
                 chunk, group = group[:size], group[size:]
                 outside = [p.outside(self._num_rows) for p in chunk]
-                hidden, _, rows = self._prefill(bank, outside, length, size, lora=lora)
-                logits = self._steps.head(self._weights, bank, hidden, rows, lora=lora)
+                hidden, _, rows = self._prefill(bank, outside, length, size)
+                logits = self._steps.head(self._weights, bank, hidden, rows)
                 found += _rows_of(jax.device_get(logits), chunk)
         order = [p for group in self._by_length(prompts).values() for p in group]
         places = {
@@ -145,21 +147,15 @@ class Batch:
         self, bank: Bank | None, lengths: Sequence[int], *, scored: bool
     ) -> None:
         """Runs every program once on rows outside the batch, so that it is compiled."""
-        slots = (BASE_SLOT,) if bank is None else (BASE_SLOT, 0)
-        for slot in slots:
-            nobody = RowFacts(self._num_rows, position=0, slot=slot)
-            lora = slot != BASE_SLOT
-            self._decode(bank, [RowFacts(0)] * self._num_rows, lora=lora)
+        nobody = RowFacts(self._num_rows, position=0)
+        for used in (None,) if bank is None else (None, bank):
+            self._decode(used, [RowFacts(0)] * self._num_rows)
             for length in lengths:
                 for size in row_ladder(length, self._num_rows):
                     chunk = [Prompt((PAD_TOKEN,), nobody, scored)]
-                    hidden, padded, rows = self._prefill(
-                        bank, chunk, length, size, lora=lora
-                    )
+                    hidden, padded, rows = self._prefill(used, chunk, length, size)
                     if scored:
-                        self._steps.score(
-                            self._weights, bank, hidden, padded, rows, lora=lora
-                        )
+                        self._steps.score(self._weights, used, hidden, padded, rows)
         jax.block_until_ready(self._tokens)
 
     def _by_length(self, prompts: Sequence[Prompt]) -> dict[int, list[Prompt]]:
@@ -169,9 +165,7 @@ class Batch:
             groups.setdefault(length, []).append(prompt)
         return groups
 
-    def _decode(
-        self, bank: Bank | None, rows: Sequence[RowFacts], *, lora: bool
-    ) -> None:
+    def _decode(self, bank: Bank | None, rows: Sequence[RowFacts]) -> None:
         packed = pack_rows(rows)
         logits, self._cache = self._steps.decode(
             self._weights,
@@ -179,7 +173,6 @@ class Batch:
             cache=self._cache,
             tokens=self._tokens,
             rows=packed,
-            lora=lora,
         )
         self._tokens = self._steps.draw(self._tokens, logits, packed)
 
@@ -189,8 +182,6 @@ class Batch:
         chunk: Sequence[Prompt],
         length: int,
         size: int,
-        *,
-        lora: bool,
     ) -> tuple[jax.Array, np.ndarray, StepRows]:
         """Runs one padded group; pad rows lie outside the batch and are dropped."""
         padded = np.full((size, length), PAD_TOKEN, np.int32)
@@ -204,10 +195,16 @@ class Batch:
             cache=self._cache,
             prompts=padded,
             rows=rows,
-            lora=lora,
         )
         self._tokens = self._steps.draw(self._tokens, logits, rows)
         return hidden, padded, rows
+
+
+def _beside(array: jax.Array) -> Sharding:
+    """Returns where to put what belongs to an array: whole, on each of its devices."""
+    if isinstance(array.sharding, NamedSharding):
+        return NamedSharding(array.sharding.mesh, PartitionSpec())
+    return array.sharding
 
 
 def _rows_of(logits: np.ndarray, prompts: Sequence[Prompt]) -> list[np.ndarray]:

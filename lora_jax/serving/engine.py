@@ -212,7 +212,8 @@ class Engine:
         """Compiles every program that requests with such prompts can need.
 
         Without it each program is compiled when it is first needed. Rows, cache and
-        adapters stay as they are.
+        adapters stay as they are. If no adapter is registered yet, the writes to slots
+        are compiled as well.
 
         Args:
           prompt_lengths: lengths of the prompts to come; None: all up to the limit.
@@ -222,6 +223,7 @@ class Engine:
         if prompt_lengths is not None:
             padded = {smallest_that_holds(n, lengths) for n in prompt_lengths}
             lengths = tuple(sorted(padded))
+        self.adapters.warmup()
         self._batch.warmup(self.adapters.bank, lengths, scored=scored)
 
     def _start_waiting(self) -> list[Running]:

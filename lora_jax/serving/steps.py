@@ -2,8 +2,8 @@
 
 Each is a pure function of (weights, bank, rows, state): the routing is computed inside
 from the rows' slots, so whoever changes the slot table or the bank between two calls
-cannot change what a running call computes. A call in which no row has an adapter takes
-the variant without LoRA work (`lora=False`).
+cannot change what a running call computes. Given no bank (None), a program does no LoRA
+work: that is the variant for a call in which no row has an adapter.
 
     prefill   prompts `(rows, length)` -> logits after each; fills the cache's rows
     decode    last tokens `(batch,)` -> logits after each; adds a position to the cache
@@ -78,7 +78,7 @@ class Rebuilt:
     def __call__(
         self, weights: Sequence[Array], bank: Bank | None, routing: RoutingSet
     ) -> Decoder:
-        """Returns the model with these arrays, under these slots and this routing."""
+        """Returns the model with these arrays; the bare base model without a bank."""
         state = jax.tree.unflatten(self.structure, weights)
         if bank is None:
             return cast(Decoder, nnx.merge(self.graphdef, state))
@@ -88,11 +88,10 @@ class Rebuilt:
 class Steps:
     """The engine's programs for one model and one bank layout.
 
-    Every program but `draw` takes the flat weights first, then the bank.
+    Every program but `draw` takes the flat weights first, then the bank or None.
     """
 
     def __init__(self, rebuilt: Rebuilt) -> None:
-        jit = functools.partial(jax.jit, static_argnames="lora")
         # Drawing is a program of its own: it costs a second to compile, and so it is
         # compiled once for each number of rows, not for each prompt length too.
         self.draw = jax.jit(_draw)
@@ -100,10 +99,10 @@ class Steps:
             functools.partial(step, rebuilt)
             for step in (_prefill, _decode, _score, _head)
         )
-        self.prefill = jit(prefill, donate_argnames="cache")
-        self.decode = jit(decode, donate_argnames="cache")
-        self.score = jit(score)
-        self.head = jit(head)
+        self.prefill = jax.jit(prefill, donate_argnames="cache")
+        self.decode = jax.jit(decode, donate_argnames="cache")
+        self.score = jax.jit(score)
+        self.head = jax.jit(head)
 
 
 def _prefill(
@@ -113,15 +112,17 @@ def _prefill(
     cache: KVCache,
     prompts: Int[Array, "rows length"],
     rows: StepRows,
-    *,
-    lora: bool,
 ) -> tuple[Float[Array, "rows vocab"], KVCache, Float[Array, "rows length d"]]:
     """Returns the logits after each prompt, the filled cache, and hidden states.
 
     Tokens behind a prompt's end are padding: they are base rows of the LoRA layers,
     causal attention hides them, and decode overwrites what they left in the cache.
     """
-    routing = _prompt_routing(prompts.shape[1], rebuilt.num_slots, rows) if lora else {}
+    routing = (
+        _prompt_routing(prompts.shape[1], rebuilt.num_slots, rows)
+        if bank is not None
+        else {}
+    )
     model = rebuilt(weights, bank, routing)
     hidden, prefilled = model.prefill(prompts)
     last = jnp.take_along_axis(hidden, rows.position[:, None, None], axis=1)[:, 0]
@@ -135,11 +136,9 @@ def _decode(
     cache: KVCache,
     tokens: Int[Array, " batch"],
     rows: StepRows,
-    *,
-    lora: bool,
 ) -> tuple[Float[Array, "batch vocab"], KVCache]:
     """Returns the logits after each row's token, and the cache; idle rows keep it."""
-    routing = _row_routing(rebuilt.num_slots, rows.slot) if lora else {}
+    routing = _row_routing(rebuilt.num_slots, rows.slot) if bank is not None else {}
     model = rebuilt(weights, bank, routing)
     hidden, cache = model.decode(tokens, rows.position, cache)
     return model.logits(hidden), cache
@@ -163,8 +162,6 @@ def _score(
     hidden: Float[Array, "rows length d"],
     prompts: Int[Array, "rows length"],
     rows: StepRows,
-    *,
-    lora: bool,
 ) -> Float[Array, "rows length"]:
     """Returns at `[r, t]` the log-probability of prompt token t + 1 of row r.
 
@@ -183,7 +180,9 @@ def _score(
 
     def score_chunk(chunk: tuple[Array, Array, Array]) -> Array:
         states, targets, chunk_slots = chunk
-        routing = _row_routing(rebuilt.num_slots, chunk_slots) if lora else {}
+        routing = (
+            _row_routing(rebuilt.num_slots, chunk_slots) if bank is not None else {}
+        )
         logits = rebuilt(weights, bank, routing).logits(states)
         target = jnp.take_along_axis(logits, targets[:, None], axis=1)[:, 0]
         return target - jax.nn.logsumexp(logits, axis=1)
@@ -203,13 +202,11 @@ def _head(
     bank: Bank | None,
     hidden: Float[Array, "rows length d"],
     rows: StepRows,
-    *,
-    lora: bool,
 ) -> Float[Array, "rows length vocab"]:
     """Returns the logits of every position."""
     num_rows, length, width = hidden.shape
     slots = _slots_by_place(length, rows).reshape(-1)
-    routing = _row_routing(rebuilt.num_slots, slots) if lora else {}
+    routing = _row_routing(rebuilt.num_slots, slots) if bank is not None else {}
     model = rebuilt(weights, bank, routing)
     flat = model.logits(hidden.reshape(-1, width))
     return flat.reshape(num_rows, length, -1)

@@ -144,6 +144,18 @@ def test_nothing_compiles_after_warmup(house):
     assert counter.programs == []
 
 
+def test_nothing_compiles_after_warmup_of_a_new_engine():
+    model = tiny_model()
+    manager = LRUCacheLoRAModelManager(model, LoRAConfig(max_loras=1, max_lora_rank=4))
+    engine = Engine(model, manager, max_num_seqs=1, max_model_len=16)
+    engine.warmup([3])
+    with CompilationCounter() as counter:
+        manager.add_adapter(tiny_adapter("ada", seed=1))
+        for name in (None, "ada", None, "ada"):
+            engine.generate([GenerationRequest("r", (1, 2, 3), name, max_tokens=2)])
+    assert counter.programs == []
+
+
 def test_a_stop_token_ends_a_request_and_is_its_last_token(house):
     request = requests(2)[1]
     tokens = house.oracle.greedy(
