@@ -83,7 +83,9 @@ def shrink(
                     jax.lax.fori_loop(0, steps, add, 0)
                     return total[...]
 
-                h_smem[...] = pl.run_scoped(product, plgpu.ACC((M, rows)))
+                h_smem[...] = pl.run_scoped(
+                    product, plgpu.WGMMAAccumulatorRef((M, rows))
+                )
                 plgpu.commit_smem()
                 plgpu.copy_smem_to_gmem(
                     h_smem.at[pl.ds(0, PIECE)], h_gmem.at[item, part, ranks]
@@ -191,7 +193,9 @@ def expand(
 
                 return total[...]
 
-            out_smem[...] = pl.run_scoped(product, plgpu.ACC((M, block_n)))
+            out_smem[...] = pl.run_scoped(
+                product, plgpu.WGMMAAccumulatorRef((M, block_n))
+            )
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(
                 out_smem.at[pl.ds(0, rows)], out_gmem.at[item, :, columns]

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 import triton_interpreter
-from delta_cases import TOLERANCE, covering_cases, expected, small
+from delta_cases import TOLERANCE, call_arguments, covering_cases, expected, small
+from lora_kernels.gpu_targets import Gpu, building_for
 from lora_kernels.lora_delta.specs import arrays_of
 
 # The interpreter needs Triton, of the extra gpu-check, and torch, of the extra oracle.
@@ -167,3 +168,29 @@ def test_gradients_equal_float64(interpreter, dtype, max_rank):
         error = np.abs(got.astype(np.float64) - want).max()
         assert error <= tolerance, f"{name}: {error} > {tolerance}"
         assert not got[want == 0].any(), f"{name}: not zero where it must be"
+
+
+def test_what_is_not_supported_is_refused_by_name(monkeypatch):
+    import jax_triton
+
+    from lora_kernels.lora_delta import triton
+
+    spec = small()
+    positional, keywords = call_arguments(arrays_of(spec), spec.part_widths)
+    x, y, a, b = positional
+    with pytest.raises(NotImplementedError, match="needs an NVIDIA GPU"):
+        triton.lora_delta(x, y, a, b, **keywords)
+    with (
+        building_for(Gpu(75, 40)),
+        pytest.raises(NotImplementedError, match=r"8\.0 \(Ampere\); found 7\.5"),
+    ):
+        triton.lora_delta(x, y, a, b, **keywords)
+    with building_for(Gpu(90, 132)):
+        with pytest.raises(NotImplementedError, match="x is float8_e4m3fn; supported"):
+            triton.lora_delta(x.astype("float8_e4m3fn"), y, a, b, **keywords)
+        monkeypatch.setattr(triton, "OFFSETS", 500)
+        with pytest.raises(NotImplementedError, match=r"x .* has 552 numbers"):
+            triton.lora_delta(x, y, a, b, **keywords)
+        monkeypatch.setattr(jax_triton, "__version__", "0.4.1")
+        with pytest.raises(NotImplementedError, match=r"install jax-triton==0\.3\.1"):
+            triton.lora_delta(x, y, a, b, **keywords)
