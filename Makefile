@@ -5,6 +5,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
+# Tests run in so many processes; a file's tests share one, and what it compiled.
+WORKERS ?= 2
 # A build for CPUs, by its exact name: the default build brings gigabytes of CUDA.
 TORCH ?= torch==2.13.0+cpu
 
@@ -16,6 +18,7 @@ SHELL := bash
 bin := $(VENV)/bin
 install := .ci/install $(VENV)
 pytest := JAX_PLATFORMS=cpu $(bin)/python -m pytest
+parallel = -n $(WORKERS) --dist loadfile
 without_torch = $$(grep -q installed $(VENV)/.oracle || echo "and not torch")
 
 .PHONY: help
@@ -29,11 +32,11 @@ demo: $(VENV)/.base  ## answer one mixed batch with a real model and many adapte
 .PHONY: test
 test: $(VENV)/.dev $(VENV)/.oracle  ## run the tests
 	@grep -q installed $(VENV)/.oracle || cat $(VENV)/.oracle
-	$(pytest) -q -m "not slow and not gpu and not gpu_compile $(without_torch)" $(ARGS)
+	$(pytest) -q $(parallel) -m "not slow and not gpu and not gpu_compile $(without_torch)" $(ARGS)
 
 .PHONY: test-slow
 test-slow: $(VENV)/.dev $(VENV)/.oracle  ## run the slower cross-checks
-	@$(pytest) -q --durations=10 -m "slow and not gpu and not gpu_compile $(without_torch)" $(ARGS)
+	@$(pytest) -q $(parallel) --durations=10 -m "slow and not gpu and not gpu_compile $(without_torch)" $(ARGS)
 
 .PHONY: test-gpu-compile
 test-gpu-compile: $(VENV)/.dev $(VENV)/.oracle $(VENV)/.gpu  ## compile the kernels for GPUs that need not be there
