@@ -61,8 +61,8 @@ HEAVY = {
 """Packages that are imported by the function that needs them, never on import."""
 
 IMPORT_SECONDS = 1.5
-"""What `import lora_jax` may take once JAX and Flax are imported: time of the processor,
-which a busy machine does not change."""
+"""Processor time, which a busy machine does not change, that `import lora_jax` may
+take once JAX and Flax are imported."""
 
 PROBE = """
 import sys, time
