@@ -126,7 +126,7 @@ def _prefill(
     model = rebuilt(weights, bank, routing)
     hidden, prefilled = model.prefill(prompts)
     last = jnp.take_along_axis(hidden, rows.position[:, None, None], axis=1)[:, 0]
-    return model.logits(last), insert(cache, rows.row, prefilled), hidden
+    return model.logits(last), insert(cache, jnp.asarray(rows.row), prefilled), hidden
 
 
 def _decode(
@@ -138,9 +138,10 @@ def _decode(
     rows: StepRows,
 ) -> tuple[Float[Array, "batch vocab"], KVCache]:
     """Returns the logits after each row's token, and the cache; idle rows keep it."""
-    routing = _row_routing(rebuilt.num_slots, rows.slot) if bank is not None else {}
+    slots = jnp.asarray(rows.slot)
+    routing = _row_routing(rebuilt.num_slots, slots) if bank is not None else {}
     model = rebuilt(weights, bank, routing)
-    hidden, cache = model.decode(tokens, rows.position, cache)
+    hidden, cache = model.decode(tokens, jnp.asarray(rows.position), cache)
     return model.logits(hidden), cache
 
 
