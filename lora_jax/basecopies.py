@@ -5,6 +5,7 @@ served base has other values there, the adapter was trained on another model.
 """
 
 import jax
+from flax import nnx
 
 from lora_jax.adapters import Adapter, match_modules
 from lora_jax.layers import LoRALayer, Sites
@@ -34,5 +35,6 @@ def _weight(layer: LoRALayer, sites: Sites) -> jax.Array | None:
     if "embedding" in kinds:
         return kinds["embedding"][...]
     kernel = kinds.get("kernel")
-    is_plain = kernel is not None and len(getattr(kernel, "shape", ())) == 2
-    return kernel[...].T if is_plain else None
+    if not isinstance(kernel, nnx.Param) or len(kernel.shape) != 2:
+        return None
+    return kernel[...].T

@@ -6,7 +6,7 @@ base layers can be wrapped is the WRAPPERS table (`table.py`).
 """
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from flax import nnx
@@ -48,14 +48,13 @@ def wrap(model: nnx.Module, config: LoRAConfig) -> Sites:
     unwrap(model)
     prefixes = getattr(type(model), "lora_domains", {})
     check_multimodal(type(model).__name__, prefixes, config)
-    packed = getattr(type(model), "packed_modules_mapping", {})
     found = [_candidate(paths, layer) for paths, layer in _layers_with_paths(model)]
     chosen = [
         candidate
         for candidate in found
-        if candidate.shape and _is_wanted(candidate, config.target_modules, packed)
+        if candidate.shape and _is_wanted(candidate, config.target_modules)
     ]
-    _check_targets(config.target_modules, found, chosen, packed)
+    _check_targets(config.target_modules, found, chosen)
     if not chosen and config.target_modules is None:
         raise ModelError(
             f"{type(model).__name__} has no layer that can carry LoRA; known types: "
@@ -169,41 +168,39 @@ def _shared(
     return routings.setdefault((domain, layers), LoRARouting(None))
 
 
-def _is_wanted(
-    candidate: _Candidate,
-    target_modules: Sequence[str] | None,
-    packed: Mapping[str, tuple[str, ...]],
-) -> bool:
+def _is_wanted(candidate: _Candidate, target_modules: Sequence[str] | None) -> bool:
     if target_modules is None:
         return True
-    return any(
-        _matches(path, target, packed)
+    return any(_hits(candidate, target) for target in target_modules)
+
+
+def _hits(candidate: _Candidate, target: str) -> list[str]:
+    """Paths that a target names: by a suffix at a dot, whole, or by a fused child."""
+    parts = candidate.shape.parts if candidate.shape else ()
+    children = [name for name, _ in parts] if len(parts) > 1 else []
+
+    def names(path: str) -> list[str]:
+        parent, _, last = path.rpartition(".")
+        return [f".{parent}.{name}" for name in (last, *children)]
+
+    return [
+        path
         for path in candidate.paths
-        for target in target_modules
-    )
-
-
-def _matches(path: str, target: str, packed: Mapping[str, tuple[str, ...]]) -> bool:
-    """A target is a suffix at a dot, a full path, or the packed child of a layer."""
-    parent, _, last = path.rpartition(".")
-    names = [last, *packed.get(last, ())]
-    spellings = [f"{parent}.{name}" if parent else name for name in names]
-    return any(("." + spelling).endswith("." + target) for spelling in spellings)
+        if any(name.endswith(f".{target}") for name in names(path))
+    ]
 
 
 def _check_targets(
     target_modules: Sequence[str] | None,
     found: list[_Candidate],
     chosen: list[_Candidate],
-    packed: Mapping[str, tuple[str, ...]],
 ) -> None:
     problems = []
     for target in target_modules or ():
         hits = [
             (path, candidate)
             for candidate in found
-            for path in candidate.paths
-            if _matches(path, target, packed)
+            for path in _hits(candidate, target)
         ]
         problems += [
             f"{path} ({type(candidate.layer).__name__}) matches {target!r} but cannot "

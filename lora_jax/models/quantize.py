@@ -74,9 +74,9 @@ def _set_child(parent: nnx.Module, name: object, child: nnx.Module) -> None:
         setattr(parent, str(name), child)
 
 
-def dequantized(layer: nnx.Module) -> jax.Array:
+def dequantized(layer: nnx.Linear) -> jax.Array:
     """Returns the float `(d_in, d_out)` kernel that a quantised layer multiplies by."""
     identity = jnp.eye(layer.in_features, dtype=jnp.float32)
     bias = vars(layer).get("bias")
-    product = type(layer).__call__(layer, identity)  # type: ignore[operator]
+    product = layer(identity)
     return product if bias is None else product - bias[...][None]

@@ -85,7 +85,8 @@ class TextEngine:
                 merged = nnx.merge(graphdef, weights)
             else:
                 merged = merge(graphdef, weights, bank, routing)
-            return score(merged, batch.tokens, batch.mask(), batch.types)
+            tokens, types = jnp.asarray(batch.tokens), jnp.asarray(batch.types)
+            return score(merged, tokens, batch.mask(), types)
 
         self._step = jax.jit(step, static_argnames="lora")
 
