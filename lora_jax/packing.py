@@ -10,7 +10,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from lora_jax.adapters import Adapter, AdapterPart, TokenRows, match_modules
+from lora_jax.adapters import (
+    Adapter,
+    AdapterPart,
+    FullModule,
+    TokenRows,
+    match_modules,
+)
 from lora_jax.adapters.overflow import value_overflows
 from lora_jax.basecopies import base_copy_faults
 from lora_jax.errors import AdapterError, faults
@@ -76,6 +82,7 @@ def pack(adapter: Adapter, sites: Sites, dtype: np.dtype) -> Packed:
             problems.append(f"{module}: another module of the file has this place too.")
         taken[target.part] = weights
     problems += _tie_token_rows(grouped, sites)
+    problems += _vocabulary_faults(grouped, sites)
     problems += [f"{text}." for text in value_overflows(adapter.parts, dtype)]
     problems += base_copy_faults(adapter, sites)
     if not adapter.parts:
@@ -131,6 +138,25 @@ def _tie_token_rows(grouped: Grouped, sites: Sites) -> list[str]:
             "and target_modules leaves it out; add it."
         ]
     grouped.setdefault((sites.tied_head, None), {0: rows[0]})
+    return []
+
+
+def _vocabulary_faults(grouped: Grouped, sites: Sites) -> list[str]:
+    """A head that draws tokens which no embedding of the adapter knows is refused."""
+    rows = {
+        sites[name].lora_site.kind: part.weight.shape[0]
+        for (name, _), parts in grouped.items()
+        for part in parts.values()
+        if isinstance(part, FullModule)
+    }
+    heads = [n for n in sites if sites[n].lora_site.kind == "head"]
+    base = sites[heads[0]].lora_site.d_out if heads else 0
+    head, embedding = rows.get("head", 0), rows.get("embed", base)
+    if head > max(base, embedding):
+        return [
+            f"the saved head has {head} tokens, the embedding {embedding}; save the "
+            "embedding too (modules_to_save)."
+        ]
     return []
 
 

@@ -33,6 +33,8 @@ ALL_LINEAR = [
     "down_proj",
 ]
 INVOCATION = [11, 12]
+ADDED = 4
+"""Tokens that the resized adapter adds to the vocabulary."""
 
 KINDS = {
     "plain": {},
@@ -53,6 +55,7 @@ KINDS = {
     "tokens": {"trainable_token_indices": {"embed_tokens": [7, 3, 58]}},
     "saved head": {"modules_to_save": ["lm_head"]},
     "saved embedding": {"modules_to_save": ["embed_tokens"]},
+    "resized": {"modules_to_save": ["embed_tokens", "lm_head"]},
     "activated": {"alora_invocation_tokens": INVOCATION},
     "some layers": {"layers_to_transform": [1]},
 }
@@ -95,6 +98,12 @@ def _write(base, kind, seed, folder):
     """Trains nothing, but moves all that training would move; saves; PEFT's logits."""
     import copy
 
+    def own_base():
+        own = copy.deepcopy(base)
+        if kind == "resized":
+            own.resize_token_embeddings(VOCAB + ADDED)
+        return own
+
     import torch
     from peft import LoraConfig, PeftModel, get_peft_model
 
@@ -102,10 +111,10 @@ def _write(base, kind, seed, folder):
     config = LoraConfig(task_type="CAUSAL_LM", **(options | KINDS[kind]))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model = get_peft_model(copy.deepcopy(base), config)
+        model = get_peft_model(own_base(), config)
         _shake((p for p in model.parameters() if p.requires_grad), seed)
         model.save_pretrained(folder)
-        again = PeftModel.from_pretrained(copy.deepcopy(base), folder).eval()
+        again = PeftModel.from_pretrained(own_base(), folder).eval()
         with torch.no_grad():
             tokens = torch.tensor(_tokens()[None])
             return again(tokens).logits[0].numpy()
@@ -161,7 +170,7 @@ def test_every_kind_differs_from_the_base_and_from_the_others(answers):
     names = list(expected)
     for index, left in enumerate(names):
         for right in names[index + 1 :]:
-            gap = np.abs(expected[left] - expected[right]).max()
+            gap = np.abs(expected[left][:, :VOCAB] - expected[right][:, :VOCAB]).max()
             assert gap > 10 * TOLERANCE, (left, right)
 
 
@@ -170,14 +179,16 @@ def test_all_kinds_in_one_batch_equal_peft(answers):
     names = ["base", *KINDS, "base", *reversed(KINDS)]
     got = _logits(manager, names)
     errors = {
-        name: float(np.abs(row - expected[name]).max())
+        name: float(np.abs(row[:, : expected[name].shape[1]] - expected[name]).max())
         for name, row in zip(names, got, strict=True)
     }
     assert max(errors.values()) < TOLERANCE, errors
+    for name, row in zip(names, got, strict=True):
+        assert np.all(np.isneginf(row[:, expected[name].shape[1] :])), name
 
 
 def test_base_rows_are_bit_for_bit_those_of_a_batch_of_base_rows(answers):
     manager, _ = answers
     mixed = _logits(manager, ["base", *KINDS, "base"])
     base = _logits(manager, ["base"] * (len(KINDS) + 2))
-    np.testing.assert_array_equal(mixed[[0, -1]], base[[0, -1]])
+    np.testing.assert_array_equal(mixed[[0, -1], :, :VOCAB], base[[0, -1]])

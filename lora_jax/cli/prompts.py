@@ -47,7 +47,7 @@ def to_requests(
         except LoRAError as error:
             found.append(f"{path}:{line.number}: {error}")
             continue
-        found += [f"{path}:{line.number}: {p}" for p in _faults(tokens, options)]
+        found += [f"{path}:{line.number}: {p}" for p in _faults(tokens, line, options)]
         requests.append(_request(line, tokens, options))
     raise_line_faults(path, found)
     return requests
@@ -62,12 +62,13 @@ def _tokens(line: InputLine, tokenizer: Tokenizer) -> tuple[int, ...]:
     return tuple(tokenizer.encode(line.prompt))
 
 
-def _faults(tokens: tuple[int, ...], options: Options) -> list[str]:
+def _faults(tokens: tuple[int, ...], line: InputLine, options: Options) -> list[str]:
     if not tokens:
         return ["the prompt has no tokens."]
     problems = []
     outside = sorted({t for t in tokens if not 0 <= t < options.vocab_size})
-    if outside:
+    # An adapter may have a larger vocabulary of its own; then the engine decides.
+    if outside and line.lora is None:
         problems.append(
             f"token ids {outside[:5]} are outside the vocabulary of"
             f" {options.vocab_size}."

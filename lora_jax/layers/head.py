@@ -32,6 +32,8 @@ class LoRAHead(LoRALinear):
     def __call__(self, inputs: jax.Array, *args: object, **kwargs: object) -> jax.Array:
         """Returns the base head's logits with each row's change.
 
+        They are wider than the base's if an adapter's own head is (`rows.py`).
+
         Raises:
           ValueError: if neither sampled rows nor tokens are as many as the inputs.
         """
@@ -48,7 +50,8 @@ class LoRAHead(LoRALinear):
         logits = outputs.reshape(rows.shape[0], -1)
         if "a" in slots:
             logits = add_delta(self, fits[0], rows, logits)
-        return replaced_logits(logits, rows, fits[0].slot, slots).reshape(outputs.shape)
+        logits = replaced_logits(logits, rows, fits[0].slot, slots)
+        return logits.reshape(*outputs.shape[:-1], -1)
 
     def slot_spec(self, dtype: jax.typing.DTypeLike) -> SlotSpec:
         """Returns the array that a slot has whatever its adapter."""

@@ -3,10 +3,12 @@
     token_ids   (slots, tokens) int32      id + 1 of each replaced token, 0 for none
     token_rows  (slots, tokens, dim)       its new row
     table       (slots, vocab, dim)        the whole table, as a checkpoint stores it
-    has_table   (slots, 1) int32           whether the slot has one
+    has_table   (slots, 1) int32           rows of the slot's table, 0 for none
 
 Like `extras.py`, these enter a bank with the first adapter that brings them. A table is
-as large as the base's, for each slot.
+as large as the base's, for each slot; an adapter that has added tokens brings a larger
+one, and then all logits are as wide as the largest: minus infinity where a row's own
+vocabulary ends.
 """
 
 import functools
@@ -39,10 +41,11 @@ def rows_spec(key: str, values: np.ndarray, vocab: int) -> SlotSpec:
 def rows_faults(part: TokenRows | FullModule, vocab: int, dim: int) -> list[str]:
     """Returns why rows or a table do not fit a `(vocab, dim)` base."""
     if isinstance(part, FullModule):
-        if part.weight.shape != (vocab, dim):
+        shape = part.weight.shape
+        if len(shape) != 2 or shape[0] < vocab or shape[1] != dim:
             return [
-                f"the saved module has shape {part.weight.shape}, the base's is "
-                f"({vocab}, {dim}); a resized vocabulary cannot be served."
+                f"the saved module has shape {shape}, the base's is ({vocab}, {dim}); "
+                "a vocabulary may only have grown."
             ]
         return []
     found = []
@@ -60,8 +63,8 @@ def pack_rows(part: AdapterPart, dtype: np.dtype) -> HostSlot:
         ids = np.asarray(part.indices, np.int32) + 1
         return {IDS: ids, ROWS: part.rows.astype(dtype)}
     if isinstance(part, FullModule):
-        flag = np.ones(1, np.int32)
-        return {TABLE: part.weight.astype(dtype), HAS_TABLE: flag}
+        count = np.full(1, part.weight.shape[0], np.int32)
+        return {TABLE: part.weight.astype(dtype), HAS_TABLE: count}
     return {}
 
 
@@ -96,11 +99,13 @@ def replaced_logits(
     A whole head costs one product over all rows for each slot that is in the batch.
     """
     if TABLE in slots:
+        added = max(0, slots[TABLE].shape[1] - logits.shape[1])
+        logits = jnp.pad(logits, [(0, 0), (0, added)], constant_values=-jnp.inf)
         for index in range(slots[TABLE].shape[0]):
             own = (slot == index) & (slots[HAS_TABLE][index, 0] > 0)
             whole = functools.partial(_whole_head, index)
             logits = jax.lax.cond(
-                jnp.any(own), whole, _base_head, logits, hidden, own, slots[TABLE]
+                jnp.any(own), whole, _base_head, logits, hidden, own, slots
             )
     if IDS in slots:
         at, adapted = jnp.maximum(slot, 0), slot >= 0
@@ -116,19 +121,26 @@ def replaced_logits(
 
 
 def _whole_head(
-    index: int, logits: jax.Array, hidden: jax.Array, own: jax.Array, tables: jax.Array
+    index: int,
+    logits: jax.Array,
+    hidden: jax.Array,
+    own: jax.Array,
+    slots: dict[str, jax.Array],
 ) -> jax.Array:
     """Returns the logits with the `own` rows those of the slot's head."""
     new = jax.lax.dot_general(
         hidden,
-        tables[index],
+        slots[TABLE][index],
         (((1,), (1,)), ((), ())),
         preferred_element_type=jnp.float32,
     )
-    return jnp.where(own[:, None], new.astype(logits.dtype), logits)
+    number = jnp.arange(new.shape[1], dtype=jnp.int32)
+    legal = (number < slots[HAS_TABLE][index, 0])[None, :]
+    new = jnp.where(legal, new, -jnp.inf).astype(logits.dtype)
+    return jnp.where(own[:, None], new, logits)
 
 
 def _base_head(
-    logits: jax.Array, hidden: jax.Array, own: jax.Array, tables: jax.Array
+    logits: jax.Array, hidden: jax.Array, own: jax.Array, slots: dict[str, jax.Array]
 ) -> jax.Array:
     return logits

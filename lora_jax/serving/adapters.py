@@ -12,9 +12,10 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from lora_jax.adapters import Adapter, load_adapter
+from lora_jax.adapters import Adapter, FullModule, load_adapter
 from lora_jax.bank import Bank
 from lora_jax.errors import AdapterError, ConfigError
+from lora_jax.layers.table import EMBEDDINGS
 from lora_jax.manager import LoRAModelManager
 from lora_jax.slots import Hold
 
@@ -29,6 +30,7 @@ class _Source:
     id: int
     path: Path
     content_hash: str
+    vocabulary: int | None
 
 
 class ServedAdapters:
@@ -73,7 +75,9 @@ class ServedAdapters:
         limit = manager.config.max_lora_rank
         adapter = load_adapter(path, name=name, max_lora_rank=limit)
         manager.add_adapter(adapter)
-        self._sources[name] = _Source(adapter.id, Path(path), adapter.content_hash)
+        self._sources[name] = _Source(
+            adapter.id, Path(path), adapter.content_hash, _vocabulary(adapter)
+        )
         self._names[adapter.id] = name
         return adapter
 
@@ -92,6 +96,16 @@ class ServedAdapters:
         registered = {} if self._manager is None else self._manager.list_adapters()
         named = [id for id, adapter in registered.items() if adapter.name == name]
         return max(named, default=None)
+
+    def vocabulary(self, name: str) -> int | None:
+        """Returns how many tokens an adapter's own embedding knows, None without one.
+
+        None too for a name that nobody has.
+        """
+        if name in self._sources:
+            return self._sources[name].vocabulary
+        adapter_id = self.find(name)
+        return None if adapter_id is None else _vocabulary(self.get(adapter_id))
 
     def unknown(self, name: str) -> str:
         """Returns the text that says that nobody has this name, and who is there."""
@@ -154,6 +168,15 @@ class ServedAdapters:
                 " adapters."
             )
         return self._manager
+
+
+def _vocabulary(adapter: Adapter) -> int | None:
+    tables = [
+        part.weight.shape[0]
+        for module, part in adapter.parts.items()
+        if isinstance(part, FullModule) and module.rpartition(".")[2] in EMBEDDINGS
+    ]
+    return max(tables, default=None)
 
 
 def _known(name: str, names: Sequence[str]) -> str:

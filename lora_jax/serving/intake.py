@@ -50,7 +50,8 @@ class Intake:
             raise RequestError(faults("these requests cannot be served:", found))
 
     def _faults(self, request: GenerationRequest) -> list[str]:
-        found = self._limits.faults(request)
+        own = None if request.lora is None else self._adapters.vocabulary(request.lora)
+        found = self._limits.faults(request, own)
         if request.request_id in self.in_flight:
             found.append("a request with this id is in flight; choose another id.")
         if request.lora is not None and self._adapters.find(request.lora) is None:

@@ -28,17 +28,25 @@ class Limits:
     prefill_lengths: tuple[int, ...]
     vocab_size: int
 
-    def faults(self, request: GenerationRequest) -> list[str]:
-        """Returns everything about the request's sizes that cannot be served."""
+    def faults(
+        self, request: GenerationRequest, own_vocabulary: int | None
+    ) -> list[str]:
+        """Returns everything about the request's sizes that cannot be served.
+
+        Args:
+          request: what is asked.
+          own_vocabulary: tokens that its adapter's own embedding knows, None if it has
+            the base's.
+        """
         found = []
+        vocab_size = own_vocabulary or self.vocab_size
         prompt = request.prompt_token_ids
         if not prompt:
             found.append("the prompt is empty; give at least one token.")
-        outside = sorted({t for t in prompt if not 0 <= t < self.vocab_size})
+        outside = sorted({t for t in prompt if not 0 <= t < vocab_size})
         if outside:
             found.append(
-                f"token ids {outside[:5]} are outside the vocabulary of"
-                f" {self.vocab_size}."
+                f"token ids {outside[:5]} are outside the vocabulary of {vocab_size}."
             )
         if request.max_tokens < 0:
             found.append(f"max_tokens {request.max_tokens}: expected 0 or more.")

@@ -151,7 +151,7 @@ def test_a_reused_slot_keeps_no_rows_and_no_table():
 
 
 FAULTS = {
-    "table": (FullModule(_normal(0, VOCAB + 4, DIM)), "a resized vocabulary cannot be"),
+    "table": (FullModule(_normal(0, VOCAB - 1, DIM)), "a vocabulary may only have g"),
     "rows": (TokenRows((1,), _normal(0, 1, DIM + 1)), "the trained rows are 7 wide"),
     "ids": (TokenRows((1, VOCAB), _normal(0, 2, DIM)), r"token ids \[11\] are outside"),
     "vocabulary": (
@@ -177,6 +177,49 @@ def test_what_does_not_fit_an_embedding_is_refused(case):
     object.__setattr__(adapter, "parts", {"embed_tokens": part})
     sites = wrap(Model(tied=True), LoRAConfig(max_lora_rank=4))
     with pytest.raises(AdapterError, match=text):
+        pack(adapter, sites, FLOAT32)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_larger_vocabularies_widen_the_logits_and_end_where_each_row_ends(tied):
+    sizes = {0: VOCAB + 4, 1: VOCAB + 2, 2: VOCAB}
+    tables = {
+        slot: {
+            "embed_tokens": _normal(slot, n, DIM),
+            "lm_head": _normal(9 + slot, n, DIM),
+        }
+        for slot, n in sizes.items()
+    }
+    model = Model(tied=tied)
+    sites = wrap(model, LoRAConfig(max_lora_rank=4))
+    bank = empty_bank(sites, SLOTS, FLOAT32)
+    for slot, arrays in tables.items():
+        adapter = make_adapter(slot + 1, 2)
+        parts = {name: FullModule(table) for name, table in arrays.items()}
+        object.__setattr__(adapter, "parts", parts)
+        packed = pack(adapter, sites, FLOAT32)
+        bank = room_for(bank, sites, packed)
+        bank = write(bank, slot, stage(bank, packed))
+    slots, tokens = [0, 1, 2, -1, 0], [VOCAB + 3, VOCAB + 1, 4, 4, 4]
+    install(model, bank, routing_from_slots(jnp.asarray(slots), SLOTS))
+    _, logits = model(jnp.asarray(tokens))
+    assert logits.shape == (5, VOCAB + 4)
+    base = Model(tied=tied)(jnp.asarray([4]))[1][0]
+    for row, (slot, token) in enumerate(zip(slots, tokens, strict=True)):
+        expected = base
+        if slot >= 0:
+            expected = tables[slot]["lm_head"] @ tables[slot]["embed_tokens"][token]
+        own = len(expected)
+        np.testing.assert_allclose(logits[row, :own], expected, atol=1e-5)
+        assert np.all(np.isneginf(np.asarray(logits)[row, own:]))
+
+
+def test_a_head_that_draws_tokens_without_embeddings_is_refused():
+    sites = wrap(Model(tied=False), LoRAConfig(max_lora_rank=4))
+    adapter = make_adapter(1, 2)
+    parts = {"lm_head": FullModule(_normal(0, VOCAB + 1, DIM))}
+    object.__setattr__(adapter, "parts", parts)
+    with pytest.raises(AdapterError, match="head has 12 tokens, the embedding 11"):
         pack(adapter, sites, FLOAT32)
 
 
