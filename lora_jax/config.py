@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from lora_jax.errors import ConfigError, faults
+from lora_jax.shapes import DOMAINS
 
 MAX_RANK = 1024
 """Largest rank accepted. A guard against typing errors: no array layout needs it."""
@@ -43,6 +44,8 @@ class LoRAConfig:
       specialize_active_lora: compile for the number of active adapters, in buckets.
       enable_mixed_moe_lora_format: accept adapters with fused and per-expert weights.
       enable_moe_shared_loras: accept adapters that share a factor among experts.
+      row_budgets: domain -> the most rows that a mapping may name in it ("tokens",
+        "prompts", "tower", "connector"). None, or a domain left out: any number.
       pin_host_memory: keep each adapter on the host also as one buffer in pinned
         memory, which crosses to a GPU faster and is as large as a slot. None: on GPUs.
       max_lora_cls_labels: most labels of a classification adapter, >= 1. None: the
@@ -72,6 +75,7 @@ class LoRAConfig:
     enable_moe_shared_loras: bool = False
     max_lora_cls_labels: int | None = None
     enable_expert_parallel: bool = False
+    row_budgets: Mapping[str, int] | None = None
     pin_host_memory: bool | None = None
 
     def __post_init__(self) -> None:
@@ -116,6 +120,12 @@ def _number_faults(config: LoRAConfig) -> list[str]:
         found.append(
             f"max_lora_cls_labels must be a whole number >= 1 or None, got {labels!r}."
         )
+    for domain, rows in (config.row_budgets or {}).items():
+        if domain not in DOMAINS or not _is_count(rows):
+            found.append(
+                f"row_budgets[{domain!r}]={rows!r}: expected a whole number >= 1 for "
+                f"one of {', '.join(DOMAINS)}."
+            )
     return found
 
 

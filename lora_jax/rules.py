@@ -47,8 +47,13 @@ class Rules(Protocol):
         """Says whether all of `ids` can be active at once."""
         ...
 
-    def check_batch(self, table: SlotTable, ids: Iterable[int]) -> None:
-        """Raises if `ids`, registered or not, cannot all be registered and active."""
+    def check_batch(
+        self, table: SlotTable, ids: Iterable[int], twice: Collection[int]
+    ) -> None:
+        """Raises if `ids`, registered or not, cannot all be registered and active.
+
+        Those `twice` need another slot: a running request holds their old version.
+        """
         ...
 
     def added_again(self, table: SlotTable, id: int) -> None:
@@ -92,17 +97,19 @@ class FixedRules:
         wanted = set(ids)
         return _all_registered(table, wanted) and self._have_slots(table, wanted)
 
-    def check_batch(self, table: SlotTable, ids: Iterable[int]) -> None:
+    def check_batch(
+        self, table: SlotTable, ids: Iterable[int], twice: Collection[int]
+    ) -> None:
         """Raises ValueError if slots, RuntimeError if the host has no room for all."""
         wanted = set(ids)
-        if not self._have_slots(table, wanted):
+        if not self._have_slots(table, wanted, len(twice)):
             raise ValueError(NO_SLOT)
         if len(wanted | set(table.registered)) > table.capacity:
             raise RuntimeError(NO_ROOM)
 
-    def _have_slots(self, table: SlotTable, wanted: set[int]) -> bool:
+    def _have_slots(self, table: SlotTable, wanted: set[int], more: int = 0) -> bool:
         new = [id for id in wanted if id not in table.active]
-        return len(new) <= len(table.free_slots())
+        return len(new) + more <= len(table.free_slots())
 
     def added_again(self, table: SlotTable, id: int) -> None:
         """Nothing: this manager does not order by use here, as in vLLM."""
@@ -149,16 +156,18 @@ class LRURules:
         wanted = set(ids)
         return _all_registered(table, wanted) and self._have_slots(table, wanted)
 
-    def check_batch(self, table: SlotTable, ids: Iterable[int]) -> None:
+    def check_batch(
+        self, table: SlotTable, ids: Iterable[int], twice: Collection[int]
+    ) -> None:
         """Raises RuntimeError if pinned and held ones leave too little room for all."""
         wanted = set(ids)
         on_host = len(wanted) + len(_kept(table, table.registered, wanted))
-        if not self._have_slots(table, wanted) or on_host > table.capacity:
+        if not self._have_slots(table, wanted, len(twice)) or on_host > table.capacity:
             raise RuntimeError(_nobody_left(table))
 
-    def _have_slots(self, table: SlotTable, wanted: set[int]) -> bool:
+    def _have_slots(self, table: SlotTable, wanted: set[int], more: int = 0) -> bool:
         taken = len(table.retired) + len(_kept(table, table.active, wanted))
-        return len(wanted) + taken <= table.num_slots
+        return len(wanted) + taken + more <= table.num_slots
 
     def added_again(self, table: SlotTable, id: int) -> None:
         """Makes `id` the newest on the host."""
@@ -212,11 +221,19 @@ def can_load(rules: Rules, table: SlotTable, id: int) -> bool:
     return True
 
 
-def check_batch_alone(table: SlotTable, ids: Iterable[int]) -> None:
+def held_among(table: SlotTable, ids: Iterable[int]) -> list[int]:
+    """Returns those of `ids` whose slot a running request holds."""
+    return [id for id in ids if id in table.active and table.is_held(id)]
+
+
+def check_batch_alone(
+    table: SlotTable, ids: Iterable[int], twice: Collection[int]
+) -> None:
     """Raises ValueError if `ids` lack slots even after all other ids are removed."""
     wanted = set(ids)
     held = [id for id in table.active if id not in wanted and table.is_held(id)]
-    if len(wanted) + len(table.retired) + len(held) > table.num_slots:
+    taken = len(table.retired) + len(held) + len(twice)
+    if len(wanted) + taken > table.num_slots:
         raise ValueError(NO_SLOT)
 
 

@@ -63,3 +63,9 @@ def test_auto_takes_the_base_layers_dtype(
     lora_dtype: str, base: str, slot: str
 ) -> None:
     assert LoRAConfig(lora_dtype=lora_dtype).slot_dtype(base) == slot
+
+
+@pytest.mark.parametrize("budgets", [{"tokens": 0}, {"token": 4}, {"tower": -1}])
+def test_row_budgets_name_domains_and_whole_numbers(budgets):
+    with pytest.raises(ConfigError, match="expected a whole number >= 1 for one of"):
+        LoRAConfig(row_budgets=budgets)

@@ -36,8 +36,7 @@ class House:
     engine: Engine
     manager: LRUCacheLoRAModelManager
     requests: list
-    expected: dict
-    """Request id -> greedy tokens and prompt log-probabilities."""
+    expected: dict  # request id -> greedy tokens and prompt log-probabilities
 
 
 def build(model, adapters, *, max_model_len, prompt_len, max_rank):
@@ -65,8 +64,7 @@ def assert_right(house, requests, results):
 
 def assert_all_differ(house):
     """A silent no-op would pass every other test."""
-    answers = [tokens for tokens, _ in house.expected.values()]
-    assert len(set(answers)) > len(NAMES)
+    assert len({tokens for tokens, _ in house.expected.values()}) > len(NAMES)
 
 
 @pytest.fixture(scope="module")

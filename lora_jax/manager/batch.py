@@ -5,7 +5,7 @@ table is another routing. When an adapter of the mapping has left its slot, its 
 have no right answer until the next mapping; running the model then is an error.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from lora_jax.layers import Sites
@@ -67,10 +67,12 @@ class BatchTier:
 
     Args:
       sites: the model's LoRA layers; their routing variables show the current routing.
+      budgets: domain -> the most rows of a mapping; any number in other domains.
     """
 
-    def __init__(self, sites: Sites) -> None:
+    def __init__(self, sites: Sites, budgets: Mapping[str, int]) -> None:
         self._sites = sites
+        self._budgets = budgets
         self._routed: dict[LoRAMappingType, _Routed] = {}
         self.computed = 0
 
@@ -84,13 +86,28 @@ class BatchTier:
         }
 
     def set(self, mapping: LoRAMapping, layout: Layout) -> None:
-        """Makes `mapping` current. Raises KeyError, naming ids that are in no slot."""
+        """Makes `mapping` current.
+
+        Raises:
+          KeyError: naming ids that are in no slot.
+          ValueError: if a domain has more rows than its budget.
+        """
+        self._check_budgets(mapping)
         last = self._routed.get(mapping.type)
         if last is None or (last.mapping, last.layout) != (mapping, layout):
             routing = mapping_to_routing(mapping, layout)
             self._routed[mapping.type] = _Routed(mapping, layout, routing)
             self.computed += 1
         self._show(mapping.type)
+
+    def _check_budgets(self, mapping: LoRAMapping) -> None:
+        rows = (mapping.index_mapping, mapping.prompt_mapping)
+        for domain, ids in zip(DOMAINS_OF[mapping.type], rows, strict=False):
+            if len(ids) > self._budgets.get(domain, len(ids)):
+                raise ValueError(
+                    f"the mapping has {len(ids)} rows for {domain}, row_budgets allows "
+                    f"{self._budgets[domain]}; split the batch or raise the budget."
+                )
 
     def follow(self, layout: Layout) -> None:
         """Adjusts the current routing to a slot table that has changed."""

@@ -224,6 +224,7 @@ class LoRAModelManager(AdapterRegistry):
 
         Raises:
           KeyError: naming the ids of the mapping that are in no slot.
+          ValueError: if a domain has more rows than `row_budgets` allows.
         """
         with self.lock:
             self._tiers.batch.set(mapping, self._table.layout())

@@ -27,6 +27,7 @@ from lora_jax.rules import (
     can_load,
     check_batch_alone,
     check_room,
+    held_among,
     plan_replacement,
 )
 from lora_jax.slots import Hold
@@ -37,12 +38,8 @@ LOG = logging.getLogger(__name__)
 class AdapterRegistry:
     """Adapters in two tiers, under the rules of a subclass.
 
-    Args:
-      sites: the model's LoRA layers.
-      config: how many adapters, of which rank.
-
     Attributes:
-      config: as given.
+      config: as given: how many adapters, of which rank.
       lock: held by every method; hold it to do several things at once.
     """
 
@@ -241,8 +238,10 @@ class AdapterRegistry:
         with self.lock:
             return self._rules.can_activate(self._table, ids)
 
-    def check_batch(self, ids: Iterable[int]) -> None:
+    def check_batch(self, ids: Iterable[int], reloaded: Iterable[int] = ()) -> None:
         """Raises if `ids`, registered or not, cannot be registered and active at once.
+
+        A held one that is `reloaded` needs a second slot, for its other version.
 
         Raises:
           ValueError: if slots are short (LoRAModelManager).
@@ -250,12 +249,13 @@ class AdapterRegistry:
             little room in either tier.
         """
         with self.lock:
-            self._rules.check_batch(self._table, ids)
+            twice = held_among(self._table, reloaded)
+            self._rules.check_batch(self._table, ids, twice)
 
-    def check_batch_alone(self, ids: Iterable[int]) -> None:
+    def check_batch_alone(self, ids: Iterable[int], reloaded: Iterable[int]) -> None:
         """Raises ValueError if `ids` lack slots even when no other id is registered."""
         with self.lock:
-            check_batch_alone(self._table, ids)
+            check_batch_alone(self._table, ids, held_among(self._table, reloaded))
 
     def can_load(self, lora_id: int) -> bool:
         """Says whether an id, registered or not, could be registered and active.

@@ -35,7 +35,7 @@ class Tiers:
         self.stats = Stats()
         self.host: dict[int, Prepared] = {}
         self.device = DeviceTier(sites, config.max_loras, dtype, self.stats)
-        self.batch = BatchTier(sites)
+        self.batch = BatchTier(sites, config.row_budgets or {})
         self.last_used: dict[int, float] = {}
 
     def pin(self, prepared: Prepared) -> Prepared:

@@ -235,7 +235,7 @@ class WorkerLoRAManager:
     def _apply(
         self, wanted: dict[int, LoRARequest], loaded: dict[int, Prepared]
     ) -> None:
-        self.manager.check_batch_alone(wanted)
+        self.manager.check_batch_alone(wanted, loaded)
         for id in self.list_adapters() - wanted.keys():
             self.remove_adapter(id)
         for id, request in wanted.items():
@@ -278,7 +278,7 @@ class LRUCacheWorkerLoRAManager(WorkerLoRAManager):
     def _apply(
         self, wanted: dict[int, LoRARequest], loaded: dict[int, Prepared]
     ) -> None:
-        self.manager.check_batch(wanted)
+        self.manager.check_batch(wanted, loaded)
         # One of the batch may evict another from the host before its turn comes.
         present = {
             id: self.manager.prepared(id) for id in wanted.keys() - loaded.keys()

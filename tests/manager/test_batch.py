@@ -115,3 +115,17 @@ def test_a_wrong_number_of_rows_names_both() -> None:
     manager.set_adapter_mapping(LoRAMapping((1, 0), (1, 0)))
     with pytest.raises(ValueError, match="routing names 2 rows, but the layer sees 3"):
         manager.model(inputs(3))
+
+
+def test_more_rows_than_a_domains_budget_are_refused_and_change_nothing() -> None:
+    config = LoRAConfig(max_lora_rank=8, row_budgets={"tokens": 3, "prompts": 2})
+    manager = LRUCacheLoRAModelManager(Toy(), config)
+    manager.add_adapter(ADAPTERS[1])
+    manager.activate_adapter(1)
+    manager.set_adapter_mapping(LoRAMapping((1, 0, 1), (1, 0)))
+    before = manager.routing
+    with pytest.raises(ValueError, match="4 rows for tokens, row_budgets allows 3"):
+        manager.set_adapter_mapping(LoRAMapping((1, 0, 1, 1), (1,)))
+    with pytest.raises(ValueError, match="3 rows for prompts, row_budgets allows 2"):
+        manager.set_adapter_mapping(LoRAMapping((1, 0), (1, 1, 0)))
+    assert manager.routing == before

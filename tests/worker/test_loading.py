@@ -22,7 +22,7 @@ from lora_jax.worker import LRUCacheWorkerLoRAManager, loading
 from saved_adapters import save_adapter
 
 THREADS = 8
-SECONDS = 3.0
+SECONDS = 5.0
 
 
 @pytest.fixture

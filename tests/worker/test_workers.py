@@ -263,3 +263,26 @@ def test_dummies_share_one_host_copy(folder: Path, lru: WorkerLoRAManager) -> No
     copies = [lru.manager.prepared(id).packed for id in (1, 2, 3)]
     assert copies[0] is copies[1] is not copies[2]
     assert [a.id for a in lru.manager.list_adapters().values()] == [1, 2, 3]
+
+
+@KINDS
+def test_a_reload_of_a_held_adapter_needs_a_slot_more_and_says_so_first(
+    kind: type[WorkerLoRAManager],
+    manager_kind: type[LoRAModelManager],
+    tmp_path: Path,
+) -> None:
+    save_adapter(tmp_path / "x", make_adapter(1, 4))
+    save_adapter(tmp_path / "y", make_adapter(2, 4))
+    plain = [LoRARequest(n, i, str(tmp_path / n)) for n, i in (("x", 1), ("y", 2))]
+    again = LoRARequest("x", 1, str(tmp_path / "x"), load_inplace=True)
+    with _worker(kind, manager_kind, slots=2) as worker:
+        worker.set_active_adapters(plain, None)
+        hold = worker.manager.hold(1)
+        before = _state(worker)
+        save_adapter(tmp_path / "x", make_adapter(3, 4))
+        with pytest.raises((ValueError, RuntimeError)):
+            worker.set_active_adapters([plain[1], again], None)
+        assert _state(worker) == before
+        worker.manager.release(hold)
+        worker.set_active_adapters([plain[1], again], None)
+        assert set(worker.manager.lora_index_to_id) == {1, 2}
