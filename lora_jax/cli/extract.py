@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
     folder = save_adapter(adapter, args.output)
     console = output()
     for note in adapter.report.notes:
-        console.print(note, markup=False)
+        console.print(note, markup=False, soft_wrap=True)
     text = f"{folder}: {len(adapter.parts)} modules, rank {adapter.rank} or less"
-    console.print(text, markup=False)
+    console.print(text, markup=False, soft_wrap=True)
     return 0

@@ -130,9 +130,11 @@ def _print_tables(adapter: Adapter, facts: dict[str, object]) -> None:
     console.print(table(f"adapter {adapter.name}", ("fact", "value"), shown))
     console.print(table("modules", _MODULE_COLUMNS, _module_rows(adapter)))
     for item in adapter.report.ignored:
-        console.print(f"ignored {item.tensor}: {item.reason}", markup=False)
+        console.print(
+            f"ignored {item.tensor}: {item.reason}", markup=False, soft_wrap=True
+        )
     for note in adapter.report.notes:
-        console.print(f"note: {note}", markup=False)
+        console.print(f"note: {note}", markup=False, soft_wrap=True)
 
 
 _MODULE_COLUMNS = ("module", "kind", "layers", "rank", "scale", "tensors", "bytes")
