@@ -118,7 +118,8 @@ def _zeros(spec: jax.ShapeDtypeStruct, slots: int, axis: int) -> jax.Array:
     zeros = jnp.zeros(shape, spec.dtype)
     # Bound to its device, as every slot is once it is written: a program that was
     # compiled for arrays that may move compiles again for arrays that may not.
-    return jax.device_put(zeros, zeros.sharding)
+    traced = isinstance(zeros, jax.core.Tracer)  # Shapes alone have no device.
+    return zeros if traced else jax.device_put(zeros, zeros.sharding)
 
 
 def room_for(bank: Bank, sites: Sites, packed: Packed) -> Bank:
