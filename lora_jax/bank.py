@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.core import Tracer
 
 from lora_jax.layers import Sites
 from lora_jax.layers.extras import EVERYWHERE
@@ -118,7 +119,7 @@ def _zeros(spec: jax.ShapeDtypeStruct, slots: int, axis: int) -> jax.Array:
     zeros = jnp.zeros(shape, spec.dtype)
     # Bound to its device, as every slot is once it is written: a program that was
     # compiled for arrays that may move compiles again for arrays that may not.
-    traced = isinstance(zeros, jax.core.Tracer)  # Shapes alone have no device.
+    traced = isinstance(zeros, Tracer)  # Shapes alone have no device.
     return zeros if traced else jax.device_put(zeros, zeros.sharding)
 
 
