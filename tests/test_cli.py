@@ -382,5 +382,7 @@ def test_the_module_runs_as_a_program(folders):
         env=os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'kernels'}"},
     )
     assert done.returncode == 2
-    assert done.stderr.startswith("error:")
+    # A CUDA plugin without a GPU has its own words on stderr, before ours.
+    assert "error:" in [line[:6] for line in done.stderr.splitlines()]
+    assert "Traceback" not in done.stderr
     assert done.stdout == ""
