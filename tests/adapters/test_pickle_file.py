@@ -161,7 +161,8 @@ def test_a_storage_that_is_not_there_is_refused(tmp_path):
 @pytest.mark.torch
 @pytest.mark.parametrize("name", ["adapter_model.bin", "adapter_model.pt"])
 def test_what_torch_saves_is_read(tmp_path, name):
-    torch = pytest.importorskip("torch")
+    import torch
+
     tensors = pair(Q, 4)
     write(tmp_path, tensors, config())
     (tmp_path / "adapter_model.safetensors").unlink()
@@ -177,7 +178,8 @@ def test_what_torch_saves_is_read(tmp_path, name):
 
 @pytest.mark.torch
 def test_every_dtype_view_and_shared_storage_is_read(tmp_path):
-    torch = pytest.importorskip("torch")
+    import torch
+
     whole = torch.randn(6, 8)
     state = {"row": whole[2], "turned": whole.T, "part": whole[1:3, ::2]}
     kinds = "float64 float32 float16 bfloat16 int64 int32 int16 int8 uint8 bool".split()
