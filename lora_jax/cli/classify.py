@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from lora_jax.cli.console import progress
+from lora_jax.cli.options import add_shared_options
 from lora_jax.cli.sources import keep_compiled_programs, largest_rank, unique_names
 from lora_jax.cli.textlines import (
     INPUT,
-    add_text_arguments,
     check_output,
     own_labels,
     read_texts,
@@ -36,7 +36,7 @@ LABEL_0, LABEL_1, ...). Outputs keep the input's order."""
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the command's options."""
-    add_text_arguments(parser)
+    add_shared_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:

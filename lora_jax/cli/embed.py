@@ -4,10 +4,10 @@ import argparse
 import json
 
 from lora_jax.cli.console import progress
+from lora_jax.cli.options import add_shared_options
 from lora_jax.cli.sources import keep_compiled_programs, largest_rank, unique_names
 from lora_jax.cli.textlines import (
     INPUT,
-    add_text_arguments,
     check_output,
     own_labels,
     read_texts,
@@ -34,7 +34,7 @@ FALLBACK = "mean"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the command's options."""
-    add_text_arguments(parser)
+    add_shared_options(parser)
     parser.add_argument(
         "--pooling",
         choices=sorted(POOLINGS),

@@ -12,13 +12,12 @@ from pathlib import Path
 
 from lora_jax.cli.console import messages, progress
 from lora_jax.cli.jsonl import InputLine, read_input
+from lora_jax.cli.options import DEFAULT_MAX_LORAS, add_shared_options
 from lora_jax.cli.prompts import Options, to_requests
 from lora_jax.cli.sources import (
     keep_compiled_programs,
     largest_rank,
-    lora_option,
     not_negative,
-    positive,
     unique_names,
 )
 from lora_jax.cli.textlines import check_output
@@ -49,8 +48,6 @@ number for each further prompt token. Outputs keep the input's order.
 There may be more adapters than --max-loras and more lines than --max-num-seqs."""
 
 DEFAULT_MAX_TOKENS = 64
-DEFAULT_MAX_NUM_SEQS = 16
-DEFAULT_MAX_LORAS = 8
 
 LENGTH_STEP = 64
 """The cache is as long as the longest request, rounded up to a multiple of this, so
@@ -59,18 +56,8 @@ that files of similar prompts share compiled programs."""
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the command's options."""
+    add_shared_options(parser)
     add = parser.add_argument
-    add("--model", required=True, metavar="M", help="model folder, hub id, or name")
-    add(
-        "--lora",
-        action="append",
-        default=[],
-        type=lora_option,
-        metavar="NAME=DIR",
-        help="an adapter and the name that lines use for it; may be repeated",
-    )
-    add("--input", required=True, type=Path, metavar="FILE", help="requests, JSONL")
-    add("--output", required=True, type=Path, metavar="FILE", help="answers, JSONL")
     add(
         "--max-tokens",
         type=not_negative,
@@ -96,33 +83,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="draw among the likeliest tokens that sum to P (default 1)",
     )
     add("--seed", type=int, default=0, metavar="S", help="of the draws (default 0)")
-    add(
-        "--max-loras",
-        type=positive,
-        metavar="S",
-        help="adapters in one batch: slots on the device (default: as many as given, "
-        f"at most {DEFAULT_MAX_LORAS})",
-    )
-    add(
-        "--max-lora-rank",
-        type=positive,
-        metavar="R",
-        help="rank of the slots (default: the largest of the adapters given)",
-    )
-    add(
-        "--max-cpu-loras",
-        type=positive,
-        metavar="C",
-        help="adapters kept in host memory (default: all that are given)",
-    )
-    add(
-        "--max-num-seqs",
-        type=positive,
-        default=DEFAULT_MAX_NUM_SEQS,
-        metavar="B",
-        help="lines that run at the same time (default %(default)s)",
-    )
-    add("--dtype", choices=("float32", "bfloat16"), default="float32")
     add(
         "--prompt-logprobs",
         action="store_true",

@@ -1,4 +1,4 @@
-"""What `embed` and `classify` share: their options, their input lines, their engine."""
+"""What `embed` and `classify` share: their input lines and their engine."""
 
 import argparse
 from collections.abc import Collection, Mapping
@@ -13,7 +13,7 @@ from lora_jax.cli.jsonl import (
     read_objects,
     token_faults,
 )
-from lora_jax.cli.sources import lora_option, positive
+from lora_jax.cli.options import DEFAULT_MAX_LORAS
 from lora_jax.config import LoRAConfig
 from lora_jax.errors import AdapterError, RequestError
 from lora_jax.manager import LRUCacheLoRAModelManager
@@ -21,8 +21,6 @@ from lora_jax.models import Model, Tokenizer
 from lora_jax.serving.texts import Score, Text, TextEngine
 
 FIELDS = ("id", "text", "token_ids", "lora")
-DEFAULT_MAX_NUM_SEQS = 16
-DEFAULT_MAX_LORAS = 8
 HEADS = ("score", "classifier", "classifier.out_proj")
 """Modules whose outputs are labels."""
 
@@ -33,38 +31,6 @@ INPUT = """\
 An input line is
   {"id": ..., "text": "..." | ["...", "..."] | "token_ids": [...], "lora": NAME or null}
 where two texts are a pair."""
-
-
-def add_text_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the options that `generate` has too."""
-    add = parser.add_argument
-    add("--model", required=True, metavar="M", help="model folder, hub id, or name")
-    add(
-        "--lora",
-        action="append",
-        default=[],
-        type=lora_option,
-        metavar="NAME=DIR",
-        help="an adapter and the name that lines use for it; may be repeated",
-    )
-    add("--input", required=True, type=Path, metavar="FILE", help="texts, JSONL")
-    add("--output", required=True, type=Path, metavar="FILE", help="answers, JSONL")
-    add("--max-loras", type=positive, metavar="S", help="slots on the device")
-    add("--max-lora-rank", type=positive, metavar="R", help="rank of the slots")
-    add(
-        "--max-cpu-loras",
-        type=positive,
-        metavar="C",
-        help="adapters kept in host memory (default: all that are given)",
-    )
-    add(
-        "--max-num-seqs",
-        type=positive,
-        default=DEFAULT_MAX_NUM_SEQS,
-        metavar="B",
-        help="lines in one step (default %(default)s)",
-    )
-    add("--dtype", choices=("float32", "bfloat16"), default="float32")
 
 
 def read_texts(
@@ -128,7 +94,7 @@ def text_engine(
     """Returns an engine that knows all adapters.
 
     Args:
-      args: the options of `add_text_arguments`.
+      args: the options of `add_shared_options`.
       model: what to run.
       score: what to compute.
       folders: adapters by name.
