@@ -1,0 +1,201 @@
+"""Many feed-forward blocks of one shape, of which each token uses the few it chose.
+
+A token with k chosen experts makes k *pairs*; pair `p` is token `p // k`. Rows are
+never sorted here: who belongs to which expert is a `Routing` over experts. Knows
+nothing of how experts are chosen (`router.py`) or of checkpoints (`names.py`).
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from lora_jax.models.activations import ACTIVATIONS, gated
+from lora_kernels import Routing, make_routing
+
+GATE_UP_NAMES = (("gate_proj", "w1"), ("up_proj", "w3"))
+UP_NAMES = (("up_proj",),)
+DOWN_NAMES = (("down_proj", "w2"),)
+"""For each part the names that a checkpoint of one tensor per expert may use."""
+
+
+class ExpertLinear(nnx.Module):
+    """One linear layer for each expert, all of the same shape.
+
+    Args:
+      num_experts: number of layers.
+      in_features: width of the input.
+      parts: name and width of each projection, in column order.
+      use_bias: whether each expert adds a bias.
+      fused_name: the checkpoint's name of the tensor of all experts.
+      expert_names: for each part its names in checkpoints of one tensor per expert.
+      interleaved: whether a checkpoint's columns alternate between the two parts;
+        those of `kernel` never do.
+      stored_in_out: whether a checkpoint keeps `(experts, d_in, d_out)`, as `kernel`,
+        instead of `(experts, d_out, d_in)`.
+      dtype: of parameters and products.
+      rngs: for random weights.
+
+    Attributes:
+      kernel: `(experts, d_in, d_out)`.
+      bias: `(experts, d_out)`, or `None`.
+      num_experts, in_features, out_features: static, as are all the arguments.
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        in_features: int,
+        parts: tuple[tuple[str, int], ...],
+        *,
+        use_bias: bool,
+        fused_name: str,
+        expert_names: tuple[tuple[str, ...], ...],
+        interleaved: bool,
+        stored_in_out: bool,
+        dtype: DTypeLike,
+        rngs: nnx.Rngs,
+    ):
+        self.num_experts = num_experts
+        self.in_features = in_features
+        self.out_features = sum(width for _, width in parts)
+        self.parts = parts
+        self.use_bias = use_bias
+        self.fused_name = fused_name
+        self.expert_names = expert_names
+        self.interleaved = interleaved
+        self.stored_in_out = stored_in_out
+        shape = (num_experts, in_features, self.out_features)
+        draw = jax.nn.initializers.lecun_normal(batch_axis=0)
+        self.kernel = nnx.Param(draw(rngs.params(), shape, jnp.dtype(dtype)))
+        self.bias: nnx.Param | None
+        if use_bias:
+            self.bias = nnx.Param(jnp.zeros(shape[::2], jnp.dtype(dtype)))
+        else:
+            self.bias = nnx.data(None)
+
+    @property
+    def part_widths(self) -> tuple[int, ...]:
+        """Returns the number of output columns of each part."""
+        return tuple(width for _, width in self.parts)
+
+    def __call__(
+        self, x: Float[Array, "rows d_in"], pairs: Routing
+    ) -> Float[Array, "pairs d_out"]:
+        """Returns each pair's product with its expert's kernel, and its bias added.
+
+        Args:
+          x: `rows` divides the number of pairs; pair `p` reads row
+            `p // (pairs / rows)`.
+          pairs: expert of each pair; a pair without one gives exact zeros.
+        """
+        y = _grouped_dot(x, self.kernel[...], pairs)
+        if self.bias is None:
+            return y
+        return y + jnp.where(_has_expert(pairs), self.bias[...][pairs.slot], 0)
+
+
+class Experts(nnx.Module):
+    """The feed-forward blocks: `down(act(gate(x)) * up(x))`, or `down(act(up(x)))`.
+
+    Args:
+      num_experts: number of blocks.
+      hidden_size: width of tokens.
+      intermediate_size: width inside a block.
+      gated: whether a block has a gate.
+      activation: a key of `ACTIVATIONS`, or if gated of `GATES`.
+      use_bias, interleaved, stored_in_out, dtype, rngs: as in `ExpertLinear`.
+
+    Attributes:
+      gate_up_proj: only if gated; columns are the gate's, then up's.
+      up_proj: only if not gated.
+      down_proj: in both kinds.
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        gated: bool,
+        activation: str,
+        use_bias: bool,
+        interleaved: bool,
+        stored_in_out: bool,
+        dtype: DTypeLike,
+        rngs: nnx.Rngs,
+    ):
+        self.num_experts = num_experts
+        self.gated = gated
+        self.activation = activation
+
+        def linear(d_in, parts, fused_name, expert_names, interleaved) -> ExpertLinear:
+            return ExpertLinear(
+                num_experts,
+                d_in,
+                parts,
+                use_bias=use_bias,
+                fused_name=fused_name,
+                expert_names=expert_names,
+                interleaved=interleaved,
+                stored_in_out=stored_in_out,
+                dtype=dtype,
+                rngs=rngs,
+            )
+
+        d, width = hidden_size, intermediate_size
+        up = ("up_proj", width)
+        if gated:
+            both = (("gate_proj", width), up)
+            self.gate_up_proj = linear(
+                d, both, "gate_up_proj", GATE_UP_NAMES, interleaved
+            )
+        else:
+            self.up_proj = linear(d, (up,), "up_proj", UP_NAMES, False)
+        down = (("down_proj", d),)
+        self.down_proj = linear(width, down, "down_proj", DOWN_NAMES, False)
+
+    def __call__(
+        self,
+        x: Float[Array, "tokens d"],
+        chosen: Int[Array, "tokens k"],
+        weights: Float[Array, "tokens k"],
+    ) -> Float[Array, "tokens d"]:
+        """Returns each token's weighted sum of its experts' outputs.
+
+        Args:
+          x: the tokens.
+          chosen: expert of each pair; one outside `[0, num_experts)` adds nothing.
+          weights: float32; applied once, to the output, and summed in float32.
+        """
+        pairs = make_routing(chosen.reshape(-1), self.num_experts)
+        outputs = self.down_proj(self._hidden(x, pairs), pairs)
+        by_token = outputs.reshape(*chosen.shape, x.shape[-1]).astype(jnp.float32)
+        mixed = jnp.sum(by_token * weights.astype(jnp.float32)[..., None], axis=1)
+        return mixed.astype(x.dtype)
+
+    def _hidden(
+        self, x: Float[Array, "tokens d"], pairs: Routing
+    ) -> Float[Array, "pairs width"]:
+        if not self.gated:
+            return ACTIVATIONS[self.activation](self.up_proj(x, pairs))
+        gate, up = jnp.split(self.gate_up_proj(x, pairs), 2, axis=-1)
+        return gated(self.activation, gate, up)
+
+
+def _has_expert(pairs: Routing) -> Array:
+    return pairs.slot[:, None] >= 0
+
+
+def _grouped_dot(
+    x: Float[Array, "rows d_in"],
+    kernel: Float[Array, "groups d_in d_out"],
+    pairs: Routing,
+) -> Float[Array, "pairs d_out"]:
+    rows = jnp.repeat(x, pairs.slot.shape[0] // x.shape[0], axis=0)
+    y = jnp.einsum(
+        "pi,pio->po", rows, kernel[pairs.slot], preferred_element_type=jnp.float32
+    )
+    return jnp.where(_has_expert(pairs), y, 0).astype(x.dtype)
