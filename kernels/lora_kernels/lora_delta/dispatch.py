@@ -30,9 +30,15 @@ def names_to_try(
     *,
     default: Sequence[str],
     table: Mapping[str, str],
+    op: str = "lora_delta",
 ) -> tuple[str, ...]:
     """Returns the implementations to try, first to last.
 
+    Args:
+      implementation: what the caller of the op asked for.
+      default: what None means.
+      table: name -> module.
+      op: what an error calls the op.
     Raises:
       ValueError: if a name is not in `table`, or there is none to try.
     """
@@ -42,7 +48,7 @@ def names_to_try(
     unknown = [name for name in names if name not in table]
     if unknown or not names:
         raise ValueError(
-            f"lora_delta: unknown implementation {', '.join(unknown) or '()'}; "
+            f"{op}: unknown implementation {', '.join(unknown) or '()'}; "
             f"known: {', '.join(table)}."
         )
     return tuple(names)

@@ -1,0 +1,38 @@
+"""Arguments of `grouped_dot` -> nothing, or one error that lists every fault."""
+
+import jax
+import jax.numpy as jnp
+
+from lora_kernels.routing import Routing
+
+ArrayLike = jax.Array | jax.ShapeDtypeStruct
+
+
+def check_arguments(x: ArrayLike, kernel: ArrayLike, pairs: Routing) -> None:
+    """Checks shapes and dtypes, at trace time.
+
+    Raises:
+      ValueError: naming every argument whose shape or dtype does not fit the others.
+    """
+    if x.ndim != 2 or kernel.ndim != 3:
+        raise ValueError(
+            "grouped_dot: expected x (rows, d_in), kernel (groups, d_in, d_out); "
+            f"found {x.shape}, {kernel.shape}."
+        )
+    rows, d_in = x.shape
+    count = pairs.slot.shape[0]
+    found = []
+    if kernel.shape[1] != d_in:
+        found.append(f"kernel is {kernel.shape}, expected (groups, {d_in}, d_out)")
+    if pairs.num_slots != kernel.shape[0]:
+        found.append(
+            f"pairs has {pairs.num_slots} groups, expected {kernel.shape[0]}, as "
+            "kernel has"
+        )
+    if count % max(rows, 1) or (count and not rows):
+        found.append(f"pairs has {count} rows, expected a multiple of x's {rows}")
+    for name, array in {"x": x, "kernel": kernel}.items():
+        if not jnp.issubdtype(array.dtype, jnp.floating):
+            found.append(f"{name} is {array.dtype}, expected a floating dtype")
+    if found:
+        raise ValueError(f"grouped_dot: x {x.shape}: {'; '.join(found)}.")
