@@ -21,7 +21,7 @@ from lora_jax.adapters.overflow import value_overflows
 from lora_jax.basecopies import base_copy_faults
 from lora_jax.errors import AdapterError, faults
 from lora_jax.layers import Sites
-from lora_jax.layers.base import HostSlot
+from lora_jax.layers.base import HostSlot, PartKey
 from lora_jax.layers.stacked import stack_hosts
 
 SAMPLES = 3
@@ -78,7 +78,7 @@ def pack(adapter: Adapter, sites: Sites, dtype: np.dtype) -> Packed:
         layer = sites[target.site]
         problems += [f"{module}: {text}" for text in layer.faults(target.part, weights)]
         taken = grouped.setdefault((target.site, target.layer), {})
-        if target.part in taken or (taken and None in (target.part, *taken)):
+        if any(layer.overlap(target.part, other) for other in taken):
             problems.append(f"{module}: another module of the file has this place too.")
         taken[target.part] = weights
     problems += _tie_token_rows(grouped, sites)
@@ -101,7 +101,7 @@ def pack(adapter: Adapter, sites: Sites, dtype: np.dtype) -> Packed:
     return Packed(adapter.name, packed, placed, left_out, domains)
 
 
-Grouped = dict[tuple[str, int | None], dict[int | None, AdapterPart]]
+Grouped = dict[tuple[str, int | None], dict[PartKey, AdapterPart]]
 """(site, layer of a stack or None) -> part -> weights."""
 
 

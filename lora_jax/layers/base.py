@@ -25,6 +25,11 @@ HostSlot = dict[str, np.ndarray]
 rest being zeros."""
 
 
+PartKey = int | tuple[int, ...] | None
+"""What of a site a module of an adapter adapts: one part by number, several parts, or
+all of it. Only the layer itself reads it."""
+
+
 class LoRASlots(nnx.Variable):
     """All slots of one layer: `{array name: (slots, *slot shape)}`."""
 
@@ -48,6 +53,7 @@ class Shape:
         the rows, in the same order in inputs and outputs.
       kernel_in_order: whether the base kernel's axes are the input's, then the
         output's, so that it is `(d_in, d_out)` when flattened.
+      groups: `(name, parts)` of each further name for some of the parts.
     """
 
     d_in: int
@@ -55,6 +61,7 @@ class Shape:
     in_axes: tuple[int, ...] = (-1,)
     out_axes: tuple[int, ...] = (-1,)
     kernel_in_order: bool = True
+    groups: tuple[tuple[str, PartKey], ...] = ()
 
     @property
     def size(self) -> int:
@@ -138,12 +145,14 @@ class LoRALayer(nnx.Module):
         """
         raise NotImplementedError
 
-    def faults(self, part: int | None, weights: AdapterPart) -> list[str]:
-        """Returns why `weights` cannot sit at `part` (None: the whole fused layer)."""
+    def faults(self, part: PartKey, weights: AdapterPart) -> list[str]:
+        """Returns why `weights` cannot sit at `part`."""
         raise NotImplementedError
 
-    def pack(
-        self, weights: Mapping[int | None, AdapterPart], dtype: np.dtype
-    ) -> HostSlot:
+    def overlap(self, first: PartKey, second: PartKey) -> bool:
+        """Says whether two parts share a place, so that only one can be adapted."""
+        raise NotImplementedError
+
+    def pack(self, weights: Mapping[PartKey, AdapterPart], dtype: np.dtype) -> HostSlot:
         """Returns the host arrays of one slot; `faults` has found nothing before."""
         raise NotImplementedError

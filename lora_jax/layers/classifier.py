@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from lora_jax.adapters import AdapterPart, FullModule
-from lora_jax.layers.base import HostSlot, SlotSpec
+from lora_jax.layers.base import HostSlot, PartKey, SlotSpec
 from lora_jax.layers.linear import LoRALinear, add_delta, check_rows, to_rows
 from lora_jax.layers.rows import HAS_TABLE, TABLE
 from lora_jax.shapes import TOKENS
@@ -69,7 +69,7 @@ class LoRAClassifier(LoRALinear):
             return {key: jax.ShapeDtypeStruct(values.shape, values.dtype)}
         return super().extra_spec(key, values)
 
-    def faults(self, part: int | None, weights: AdapterPart) -> list[str]:
+    def faults(self, part: PartKey, weights: AdapterPart) -> list[str]:
         """Returns why a part cannot sit here: its kind, its shape, its labels."""
         site = self.lora_site
         if site.domain == TOKENS:
@@ -94,9 +94,7 @@ class LoRAClassifier(LoRALinear):
             )
         return found
 
-    def pack(
-        self, weights: Mapping[int | None, AdapterPart], dtype: np.dtype
-    ) -> HostSlot:
+    def pack(self, weights: Mapping[PartKey, AdapterPart], dtype: np.dtype) -> HostSlot:
         """Returns one slot's host arrays at this adapter's own number of labels."""
         (weight,) = weights.values()
         if not isinstance(weight, FullModule):

@@ -24,7 +24,7 @@ from lora_jax.adapters import (
     FullModule,
     TokenRows,
 )
-from lora_jax.layers.base import HostSlot, LoRALayer, Shape, SlotSpec
+from lora_jax.layers.base import HostSlot, LoRALayer, PartKey, Shape, SlotSpec
 from lora_jax.layers.extras import GAIN, apply_extras, gain_of
 from lora_jax.layers.linear import check_rows
 from lora_jax.layers.rows import pack_rows, replaced_rows, rows_faults, rows_spec
@@ -72,7 +72,11 @@ class LoRAEmbed(LoRALayer):
             return {key: jax.ShapeDtypeStruct(shapes[key], values.dtype)}
         return rows_spec(key, values, site.d_in)
 
-    def faults(self, part: int | None, weights: AdapterPart) -> list[str]:
+    def overlap(self, first: PartKey, second: PartKey) -> bool:
+        """Says that two changes of one table always share a place."""
+        return True
+
+    def faults(self, part: PartKey, weights: AdapterPart) -> list[str]:
         """Returns why a part cannot sit here: its kind, its sizes, its rank."""
         site = self.lora_site
         if isinstance(weights, TokenRows | FullModule):
@@ -98,9 +102,7 @@ class LoRAEmbed(LoRALayer):
             )
         return found
 
-    def pack(
-        self, weights: Mapping[int | None, AdapterPart], dtype: np.dtype
-    ) -> HostSlot:
+    def pack(self, weights: Mapping[PartKey, AdapterPart], dtype: np.dtype) -> HostSlot:
         """Returns one slot's host arrays at this adapter's own rank."""
         (weight,) = weights.values()
         if isinstance(weight, TokenRows | FullModule):

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from lora_jax.adapters import AdapterPart, FullModule, TokenRows
-from lora_jax.layers.base import HostSlot, LoRARouting, SlotSpec
+from lora_jax.layers.base import HostSlot, LoRARouting, PartKey, SlotSpec
 from lora_jax.layers.linear import LoRALinear, add_delta, check_rows, to_rows
 from lora_jax.layers.rows import pack_rows, replaced_logits, rows_faults, rows_spec
 
@@ -66,7 +66,7 @@ class LoRAHead(LoRALinear):
             key, values, self.lora_site.d_out
         )
 
-    def faults(self, part: int | None, weights: AdapterPart) -> list[str]:
+    def faults(self, part: PartKey, weights: AdapterPart) -> list[str]:
         """Returns why a part cannot sit here: its kind, its sizes, its rank."""
         if isinstance(weights, TokenRows | FullModule):
             site = self.lora_site
@@ -76,9 +76,7 @@ class LoRAHead(LoRALinear):
             return found
         return super().faults(part, weights)
 
-    def pack(
-        self, weights: Mapping[int | None, AdapterPart], dtype: np.dtype
-    ) -> HostSlot:
+    def pack(self, weights: Mapping[PartKey, AdapterPart], dtype: np.dtype) -> HostSlot:
         """Returns one slot's host arrays at this adapter's own rank."""
         (weight,) = weights.values()
         if isinstance(weight, TokenRows | FullModule):

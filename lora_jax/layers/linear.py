@@ -20,7 +20,7 @@ from flax import nnx
 
 from lora_jax.adapters import AdapterPart, DoRA, LowRank, ReplacedBias
 from lora_jax.adapters.parts import nested
-from lora_jax.layers.base import HostSlot, LoRALayer, Shape, Site, SlotSpec
+from lora_jax.layers.base import HostSlot, LoRALayer, PartKey, Shape, Site, SlotSpec
 from lora_jax.layers.extras import (
     BIAS,
     GAIN,
@@ -73,10 +73,15 @@ class LoRALinear(LoRALayer):
         plain = self.lora_site.layers is None
         return {key: row} if plain and key in (BIAS, GAIN) else {}
 
-    def faults(self, part: int | None, weights: AdapterPart) -> list[str]:
+    def overlap(self, first: PartKey, second: PartKey) -> bool:
+        """Says whether the two have an output column in common."""
+        parts = len(self.lora_site.parts)
+        return not set(_numbers(first, parts)).isdisjoint(_numbers(second, parts))
+
+    def faults(self, part: PartKey, weights: AdapterPart) -> list[str]:
         """Returns why a part cannot sit here: its kind, its widths, its rank."""
         site = self.lora_site
-        d_out = site.d_out if part is None else site.part_widths[part]
+        d_out = len(_columns(site, part))
         pair = pair_of(weights)
         if site.layers is not None and pair is not weights:
             kind = type(weights).__name__
@@ -101,18 +106,14 @@ class LoRALinear(LoRALayer):
             found.append("DoRA needs the base layer's kernel, and this one shows none.")
         return found
 
-    def pack(
-        self, weights: Mapping[int | None, AdapterPart], dtype: np.dtype
-    ) -> HostSlot:
+    def pack(self, weights: Mapping[PartKey, AdapterPart], dtype: np.dtype) -> HostSlot:
         """Returns one slot's host arrays at this adapter's own largest rank.
 
-        A pair for the whole fused layer (key None) lends its A to every part and its B
-        rows to the part that owns them.
+        A pair for several parts lends its A to each of them and its B rows to the part
+        that owns them.
         """
         site = self.lora_site
-        columns = _columns(site.part_widths)
-        pairs = {part: pair_of(weight) for part, weight in weights.items()}
-        by_part = _per_part(pairs, columns)
+        by_part = _per_part(site, weights)
         rank = max((pair.rank for pair in by_part.values()), default=0)
         a = np.zeros((len(site.parts), rank, site.d_in), dtype)
         b = np.zeros((rank, site.d_out), dtype)
@@ -120,10 +121,10 @@ class LoRALinear(LoRALayer):
         ranks = np.zeros(len(site.parts), np.int32)
         for part, pair in by_part.items():
             a[part, : pair.rank] = pair.a
-            b[: pair.rank, columns[part]] = pair.b.T
+            b[: pair.rank, _columns(site, part)] = pair.b.T
             scale[part], ranks[part] = pair.scale, pair.rank
         slot = {"a": a, "b": b, "scale": scale, "rank": ranks}
-        return slot | _pack_extras(self, weights, columns)
+        return slot | _pack_extras(self, weights)
 
 
 def add_delta(
@@ -210,38 +211,39 @@ def base_kernel(layer: LoRALayer) -> np.ndarray | None:
     return np.asarray(kernel[...]).reshape(shape.d_in, -1)
 
 
-Columns = dict[int | None, slice]
+def _numbers(part: PartKey, parts: int) -> tuple[int, ...]:
+    """The parts that a key means, in the order of its B rows."""
+    if part is None:
+        return tuple(range(parts))
+    return part if isinstance(part, tuple) else (part,)
 
 
-def _columns(widths: tuple[int, ...]) -> Columns:
-    """Output columns of each part; None stands for the whole layer."""
-    starts = np.cumsum([0, *widths]).tolist()
-    parts = {part: slice(*starts[part : part + 2]) for part in range(len(widths))}
-    return {**parts, None: slice(0, starts[-1])}
+def _columns(site: Site, part: PartKey) -> np.ndarray:
+    """The output columns that a key means, in the order of its B rows."""
+    starts = np.cumsum([0, *site.part_widths])
+    numbers = _numbers(part, len(site.parts))
+    return np.concatenate([np.arange(*starts[n : n + 2]) for n in numbers])
 
 
-def _per_part(
-    pairs: Mapping[int | None, LowRank | None], columns: Columns
-) -> dict[int, LowRank]:
-    by_part = {p: pair for p, pair in pairs.items() if p is not None and pair}
-    whole = pairs.get(None)
-    if whole is not None:
-        by_part |= {
-            part: LowRank(whole.a, whole.b[own], whole.scale)
-            for part, own in columns.items()
-            if part is not None
-        }
+def _per_part(site: Site, weights: Mapping[PartKey, AdapterPart]) -> dict[int, LowRank]:
+    by_part: dict[int, LowRank] = {}
+    for key, weight in weights.items():
+        pair, start = pair_of(weight), 0
+        if pair is None:
+            continue
+        for part in _numbers(key, len(site.parts)):
+            stop = start + site.part_widths[part]
+            by_part[part] = LowRank(pair.a, pair.b[start:stop], pair.scale)
+            start = stop
     return by_part
 
 
-def _pack_extras(
-    layer: LoRALayer, weights: Mapping[int | None, AdapterPart], columns: Columns
-) -> HostSlot:
+def _pack_extras(layer: LoRALayer, weights: Mapping[PartKey, AdapterPart]) -> HostSlot:
     own_bias = base_bias(layer)
     base = None if own_bias is None else np.asarray(own_bias)
     packed: HostSlot = {}
     for part, weight in weights.items():
-        own = columns[part]
+        own = _columns(layer.lora_site, part)
         rows = {BIAS: bias_of(weight, None if base is None else base[own])}
         if any(isinstance(inner, DoRA) for inner in nested(weight)):
             kernel = base_kernel(layer)

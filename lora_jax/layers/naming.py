@@ -6,12 +6,18 @@ names them as he liked. A table says which is which, by prefixes:
     {"model.layers.*.self_attn": "layers.*.attn", "model.layers.*.mlp": "layers.*.ffw"}
 
 `*` stands for one component of a path, the same on both sides.
+
+Of a fused layer an adapter may name each part, or several of them by one name; the
+model's class says which, with vLLM's attribute:
+
+    packed_modules_mapping = {"in_proj_qkv": ("q", "k", "v"), "in_proj_z": ("z",)}
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from lora_jax.errors import ConfigError, faults
+from lora_jax.layers.base import PartKey
 
 
 def other_names(paths: Iterable[str], table: Mapping[str, str]) -> dict[str, str]:
@@ -44,6 +50,31 @@ def other_names(paths: Iterable[str], table: Mapping[str, str]) -> dict[str, str
     if problems:
         raise ConfigError(faults("module_names cannot be used:", problems))
     return names
+
+
+def group_names(
+    parts: Sequence[tuple[str, int]], packed: Mapping[str, Sequence[str]]
+) -> tuple[tuple[str, PartKey], ...]:
+    """Returns every row of the table that names parts of one fused layer.
+
+    Args:
+      parts: `(name, width)` of the layer's parts.
+      packed: `packed_modules_mapping` of the model; its order is that of the B rows.
+
+    Example:
+      >>> group_names((("q", 8), ("k", 2), ("v", 2)), {"qk": ("q", "k"), "w": ("w",)})
+      (('qk', (0, 1)),)
+    """
+    numbers = {name: number for number, (name, _) in enumerate(parts)}
+    if len(numbers) == 1:
+        return ()
+    groups = {
+        name: tuple(numbers[child] for child in children)
+        for name, children in packed.items()
+        if set(children) <= set(numbers)
+    }
+    every = tuple(range(len(parts)))
+    return tuple((n, None if key == every else key) for n, key in groups.items())
 
 
 def _filled(template: str, stars: list[str]) -> str:

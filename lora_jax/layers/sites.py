@@ -6,17 +6,17 @@ from dataclasses import dataclass, field
 
 from flax import nnx
 
-from lora_jax.layers.base import LoRALayer, LoRARouting, Site
+from lora_jax.layers.base import LoRALayer, LoRARouting, PartKey, Site
 from lora_jax.layers.stacked import numbered, stacked_prefix, stacked_routing
 
 
 @dataclass(frozen=True)
 class Target:
-    """Where an adapter's module lands: a part of a site, or (None) all its parts; of a
-    stack of layers, in which one."""
+    """Where an adapter's module lands: in which parts of a site; of a stack of layers,
+    in which one."""
 
     site: str
-    part: int | None
+    part: PartKey
     layer: int | None = None
 
 
@@ -80,6 +80,7 @@ def _one_layer(site: Site, paths: list[str]) -> dict[str, Target]:
     reached = {path: Target(site.name, None) for path in paths}
     for path in paths:
         parent = path.rpartition(".")[0]
-        for part, (child, _) in enumerate(site.parts):
-            reached[f"{parent}.{child}" if parent else child] = Target(site.name, part)
+        children = {child: part for part, (child, _) in enumerate(site.parts)}
+        for child, key in {**dict(site.shape.groups), **children}.items():
+            reached[f"{parent}.{child}" if parent else child] = Target(site.name, key)
     return reached

@@ -5,8 +5,9 @@ surgery, without new objects): one object reached by two paths is wrapped once. 
 base layers can be wrapped is the WRAPPERS table (`table.py`).
 """
 
+import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from flax import nnx
@@ -16,7 +17,7 @@ from lora_jax.errors import ConfigError, ModelError, faults
 from lora_jax.layers.base import LoRALayer, LoRARouting, LoRASlots, Shape, Site
 from lora_jax.layers.domains import check_multimodal, domain_of, is_left_out
 from lora_jax.layers.head import LoRAHead
-from lora_jax.layers.naming import other_names
+from lora_jax.layers.naming import group_names, other_names
 from lora_jax.layers.sites import Sites, Target, targets_of
 from lora_jax.layers.stacked import stack_size
 from lora_jax.layers.table import (
@@ -48,7 +49,10 @@ def wrap(model: nnx.Module, config: LoRAConfig) -> Sites:
     unwrap(model)
     prefixes = getattr(type(model), "lora_domains", {})
     check_multimodal(type(model).__name__, prefixes, config)
-    found = [_candidate(paths, layer) for paths, layer in _layers_with_paths(model)]
+    packed = getattr(type(model), "packed_modules_mapping", {})
+    found = [
+        _candidate(paths, layer, packed) for paths, layer in _layers_with_paths(model)
+    ]
     chosen = [
         candidate
         for candidate in found
@@ -131,7 +135,9 @@ class _Candidate:
     reason: str
 
 
-def _candidate(paths: list[str], layer: nnx.Module) -> _Candidate:
+def _candidate(
+    paths: list[str], layer: nnx.Module, packed: Mapping[str, Sequence[str]]
+) -> _Candidate:
     wrapper = wrapper_of(layer, paths[0])
     if wrapper is None:
         reason = "name linear layers."
@@ -140,7 +146,9 @@ def _candidate(paths: list[str], layer: nnx.Module) -> _Candidate:
         shape = wrapper.describe(layer, paths[0].rpartition(".")[2])
     except ModelError as error:
         return _Candidate(paths, layer, wrapper, None, str(error))
-    return _Candidate(paths, layer, wrapper, shape, "")
+    groups = group_names(shape.parts, packed)
+    named = dataclasses.replace(shape, groups=groups)
+    return _Candidate(paths, layer, wrapper, named, "")
 
 
 def _layers_with_paths(model: nnx.Module) -> list[tuple[list[str], nnx.Module]]:
@@ -176,8 +184,9 @@ def _is_wanted(candidate: _Candidate, target_modules: Sequence[str] | None) -> b
 
 def _hits(candidate: _Candidate, target: str) -> list[str]:
     """Paths that a target names: by a suffix at a dot, whole, or by a fused child."""
-    parts = candidate.shape.parts if candidate.shape else ()
-    children = [name for name, _ in parts] if len(parts) > 1 else []
+    shape = candidate.shape
+    fused = shape is not None and len(shape.parts) > 1
+    children = dict((*shape.parts, *shape.groups)) if shape and fused else ()
 
     def names(path: str) -> list[str]:
         parent, _, last = path.rpartition(".")

@@ -34,8 +34,8 @@ def create_dummy(
     parts: dict[str, AdapterPart] = {}
     places: set[Target] = set()
     for name, target in sites.targets.items():
-        is_whole = target.part is None and len(sites[target.site].lora_site.parts) > 1
-        part = None if is_whole else _zeros(sites[target.site], target.part, rank)
+        one = target.part if isinstance(target.part, int) else None
+        part = None if one is None else _zeros(sites[target.site], one, rank)
         wanted = isinstance(part, LowRank) or name.rpartition(".")[2] in embeddings
         if part is not None and wanted and target not in places:
             places.add(target)
@@ -49,11 +49,10 @@ def create_dummy(
     )
 
 
-def _zeros(layer: LoRALayer, part: int | None, rank: int) -> AdapterPart | None:
+def _zeros(layer: LoRALayer, part: int, rank: int) -> AdapterPart | None:
     """Zeros of the kind that the layer takes; None if it takes no pair at all."""
     site = layer.lora_site
-    d_out = site.d_out if part is None else site.part_widths[part]
-    a, b = _view(rank, site.d_in), _view(d_out, rank)
+    a, b = _view(rank, site.d_in), _view(site.part_widths[part], rank)
     kinds = (LowRank(a, b, 1.0), EmbeddingLowRank(a, b, 1.0))
     return next((kind for kind in kinds if not layer.faults(part, kind)), None)
 
