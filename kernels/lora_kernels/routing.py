@@ -131,7 +131,7 @@ def make_routing(
             f"make_routing: num_slots={num_slots} and block={block} must be positive."
         )
     tokens = slot.shape[0]
-    slot = _normalised(slot, num_slots)
+    slot = in_range_or_base(slot, num_slots)
     if weight is None:
         weight = jnp.ones((tokens,), jnp.float32)
     order = jnp.argsort(slot, stable=True).astype(jnp.int32)
@@ -157,9 +157,10 @@ def make_routing(
     )
 
 
-def _normalised(
+def in_range_or_base(
     slot: Integer[Array, " tokens"], num_slots: int
 ) -> Int32[Array, " tokens"]:
+    """Returns the slots in int32, those outside `[0, num_slots)` as -1."""
     # Narrow integers are widened before the comparison, wide ones compared before the
     # cast: neither 200 slots in int8 nor slot 2**32 in int64 may wrap around.
     wide = slot if slot.dtype.itemsize >= 4 else slot.astype(jnp.int32)

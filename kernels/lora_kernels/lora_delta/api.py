@@ -102,6 +102,32 @@ def lora_delta(
     check_arguments(
         x, y, a, b, scale=scale, rank=rank, routing=routing, part_widths=part_widths
     )
+    return delta_of_rows(
+        x,
+        y,
+        a,
+        b,
+        scale=scale,
+        rank=rank,
+        routing=routing,
+        part_widths=part_widths,
+        implementation=implementation,
+    )
+
+
+def delta_of_rows(
+    x: Float[Array, "rows d_in"],
+    y: Float[Array, "tokens d_out"],
+    a: Float[Array, "slots parts max_rank d_in"],
+    b: Float[Array, "slots max_rank d_out"],
+    *,
+    scale: Float[Array, "slots parts"],
+    rank: Int32[Array, "slots parts"],
+    routing: Routing,
+    part_widths: tuple[int, ...],
+    implementation: Implementation = None,
+) -> Float[Array, "tokens d_out"]:
+    """`lora_delta` of checked arguments, whose x may have a row for several tokens."""
     names = _names_to_try(implementation)
     arrays = map(jnp.asarray, (x, y, a, b, scale, routing.weight))
     return _compiled(names, part_widths, *arrays, (jnp.asarray(rank), routing))
@@ -130,6 +156,32 @@ def which_implementation(
     check_arguments(
         x, y, a, b, scale=scale, rank=rank, routing=routing, part_widths=part_widths
     )
+    return choice_of_rows(
+        x,
+        y,
+        a,
+        b,
+        scale=scale,
+        rank=rank,
+        routing=routing,
+        part_widths=part_widths,
+        implementation=implementation,
+    )
+
+
+def choice_of_rows(
+    x: Array | jax.ShapeDtypeStruct,
+    y: Array | jax.ShapeDtypeStruct,
+    a: Array | jax.ShapeDtypeStruct,
+    b: Array | jax.ShapeDtypeStruct,
+    *,
+    scale: Array | jax.ShapeDtypeStruct,
+    rank: Array | jax.ShapeDtypeStruct,
+    routing: Routing,
+    part_widths: tuple[int, ...],
+    implementation: Implementation = None,
+) -> Choice:
+    """`which_implementation` for `delta_of_rows`."""
     names = _names_to_try(implementation)
     choices: list[Choice] = []
 

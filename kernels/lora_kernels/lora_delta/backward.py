@@ -11,6 +11,7 @@ from lora_kernels.lora_delta.site import (
     a_of_slot,
     b_of_slot,
     kept_rows,
+    tokens_per_row,
     wide_dtype,
 )
 from lora_kernels.lora_delta.xla import loop_block
@@ -20,7 +21,7 @@ from lora_kernels.routing import Routing, max_work_items, work_list
 class Gradients(NamedTuple):
     """Cotangents of the differentiable arguments, each in its argument's dtype."""
 
-    x: Float[Array, "tokens d_in"]
+    x: Float[Array, "rows d_in"]
     a: Float[Array, "slots parts max_rank d_in"]
     b: Float[Array, "slots max_rank d_out"]
     scale: Float[Array, "slots parts"]
@@ -38,7 +39,7 @@ class _Sums(NamedTuple):
 
 
 def lora_delta_backward(
-    x: Float[Array, "tokens d_in"],
+    x: Float[Array, "rows d_in"],
     g: Float[Array, "tokens d_out"],
     a: Float[Array, "slots parts max_rank d_in"],
     b: Float[Array, "slots max_rank d_out"],
@@ -60,11 +61,12 @@ def lora_delta_backward(
     tails are selected to 0 after it: a NaN stays in its own row and its own slot.
     """
     site = Site(a, b, scale, rank, part_widths)
-    tokens, slots = x.shape[0], a.shape[0]
+    tokens, slots = g.shape[0], a.shape[0]
+    shared = tokens_per_row(x, routing)
     block = loop_block(tokens, slots)
     dtype = wide_dtype(x, g, a, b)
     work = work_list(routing.starts, max_work_items(tokens, slots, block), block)
-    rows = jnp.pad(x[routing.order].astype(dtype), ((0, block), (0, 0)))
+    rows = jnp.pad(x[routing.order // shared].astype(dtype), ((0, block), (0, 0)))
     g_rows = jnp.pad(g[routing.order].astype(dtype), ((0, block), (0, 0)))
     weight = jnp.pad(routing.weight[routing.order], (0, block)).astype(dtype)
 
@@ -114,8 +116,9 @@ def lora_delta_backward(
         jnp.zeros(scale.shape, dtype),
     )
     sums = jax.lax.fori_loop(0, work[3], item, zeros)
+    dx = sums.x[routing.position].reshape(x.shape[0], shared, x.shape[1])
     return Gradients(
-        sums.x[routing.position].astype(x.dtype),
+        dx.sum(axis=1).astype(x.dtype),
         sums.a.astype(a.dtype),
         sums.b.astype(b.dtype),
         sums.scale.astype(scale.dtype),

@@ -48,14 +48,15 @@ def check_arguments(
         for name, (has, wants) in expected.items()
         if has != wants
     ]
-    found.extend(_dtype_faults({"x": x, "y": y, "a": a, "b": b}, rank))
+    found.extend(dtype_faults({"x": x, "y": y, "a": a, "b": b}, rank))
     if found:
         raise ValueError(
             f"lora_delta: x {x.shape}, part_widths {part_widths}: {'; '.join(found)}."
         )
 
 
-def _dtype_faults(floats: dict[str, ArrayLike], rank: ArrayLike) -> Iterator[str]:
+def dtype_faults(floats: dict[str, ArrayLike], rank: ArrayLike) -> Iterator[str]:
+    """Yields what is wrong with the dtypes of float arrays and of rank."""
     for name, array in floats.items():
         if not jnp.issubdtype(array.dtype, jnp.floating):
             yield f"{name} is {array.dtype}, expected a floating dtype"

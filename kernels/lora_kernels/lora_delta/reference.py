@@ -5,13 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int32
 
+from lora_kernels.lora_delta.site import tokens_per_row
 from lora_kernels.routing import Routing
 
 EXACT = jax.lax.Precision.HIGHEST
 
 
 def lora_delta(
-    x: Float[Array, "tokens d_in"],
+    x: Float[Array, "rows d_in"],
     y: Float[Array, "tokens d_out"],
     a: Float[Array, "slots parts max_rank d_in"],
     b: Float[Array, "slots max_rank d_out"],
@@ -27,6 +28,7 @@ def lora_delta(
     for tests, not for use. Excluded numbers are selected away, never multiplied by 0.
     """
     wide = jnp.promote_types(jnp.float32, x.dtype)
+    x = jnp.repeat(x, tokens_per_row(x, routing), axis=0)
     slot = jnp.maximum(routing.slot, 0)
     kept = jnp.arange(a.shape[2])[None, None, :] < rank[slot][:, :, None]  # [t, p, r]
     own_a = jnp.where(kept[..., None], a[slot], 0).astype(wide)

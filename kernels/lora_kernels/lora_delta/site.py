@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int32
 
+from lora_kernels.routing import Routing
+
 
 class Site(NamedTuple):
     """The slot arrays of one site.
@@ -37,6 +39,14 @@ class Site(NamedTuple):
 def wide_dtype(*arrays: Array) -> jnp.dtype:
     """Returns the dtype to accumulate in: float32, or float64 if any array has it."""
     return jnp.promote_types(jnp.float32, jnp.result_type(*arrays))
+
+
+def tokens_per_row(x: Float[Array, "rows d_in"], routing: Routing) -> int:
+    """Returns how many tokens in turn share a row of x: token t reads `x[t // this]`.
+
+    1 in a dense layer; in a mixture of experts a token is one choice of a row.
+    """
+    return max(routing.slot.shape[0] // max(x.shape[0], 1), 1)
 
 
 def kept_rows(site: Site, slot: Int32[Array, ""]) -> Bool[Array, "parts max_rank"]:

@@ -16,7 +16,7 @@ GATHER_TOKENS = 64
 
 
 def lora_delta(
-    x: Float[Array, "tokens d_in"],
+    x: Float[Array, "rows d_in"],
     y: Float[Array, "tokens d_out"],
     a: Float[Array, "slots parts max_rank d_in"],
     b: Float[Array, "slots max_rank d_out"],
@@ -43,18 +43,19 @@ def lora_delta(
 
 
 def _on_cpu(
-    x: Float[Array, "tokens d_in"], site: Site, routing: Routing
+    x: Float[Array, "rows d_in"], site: Site, routing: Routing
 ) -> Float[Array, "tokens d_out"]:
-    block = loop_block(x.shape[0], site.a.shape[0])
+    block = loop_block(routing.slot.shape[0], site.a.shape[0])
     return xla_forms.loop(x, site, routing, block=block)
 
 
 def _on_accelerator(
-    x: Float[Array, "tokens d_in"], site: Site, routing: Routing
+    x: Float[Array, "rows d_in"], site: Site, routing: Routing
 ) -> Float[Array, "tokens d_out"]:
-    if x.shape[0] <= GATHER_TOKENS:
+    tokens = routing.slot.shape[0]
+    if tokens <= GATHER_TOKENS:
         return xla_forms.gather(x, site, routing)
-    block = batched_block(x.shape[0], site.a.shape[0])
+    block = batched_block(tokens, site.a.shape[0])
     return xla_forms.batched(x, site, routing, block=block)
 
 

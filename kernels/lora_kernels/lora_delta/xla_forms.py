@@ -22,6 +22,7 @@ from lora_kernels.lora_delta.site import (
     a_of_slot,
     b_of_slot,
     kept_rows,
+    tokens_per_row,
     wide_dtype,
 )
 from lora_kernels.routing import Routing, max_work_items, work_list
@@ -31,7 +32,7 @@ WRITTEN_OUT_RANK = 64
 
 
 def loop(
-    x: Float[Array, "tokens d_in"], site: Site, routing: Routing, *, block: int
+    x: Float[Array, "rows d_in"], site: Site, routing: Routing, *, block: int
 ) -> Float[Array, "tokens d_out"]:
     """Computes the update item by item; `block` rows each, a row's bits never vary.
 
@@ -39,12 +40,13 @@ def loop(
     also computes rows of the next group with the wrong slot: the next item overwrites
     them. Base rows come first and are never written.
     """
-    tokens, d_out = x.shape[0], site.b.shape[-1]
+    tokens, d_out = routing.slot.shape[0], site.b.shape[-1]
     slots, parts, max_rank, d_in = site.a.shape
     dtype = wide_dtype(x, site.a, site.b)
     items = max_work_items(tokens, slots, block)
     work_slot, work_start, _, work_count = work_list(routing.starts, items, block)
-    rows = jnp.pad(x[routing.order].astype(dtype), ((0, block), (0, 0)))
+    row = routing.order // tokens_per_row(x, routing)
+    rows = jnp.pad(x[row].astype(dtype), ((0, block), (0, 0)))
     weight = jnp.pad(routing.weight[routing.order], (0, block))
 
     def item(
@@ -68,7 +70,7 @@ def loop(
 
 
 def gather(
-    x: Float[Array, "tokens d_in"], site: Site, routing: Routing
+    x: Float[Array, "rows d_in"], site: Site, routing: Routing
 ) -> Float[Array, "tokens d_out"]:
     """Computes the update row by row from gathered A and B.
 
@@ -79,6 +81,7 @@ def gather(
     dtype = wide_dtype(x, site.a, site.b)
     slot = jnp.maximum(routing.slot, 0)
     kept = jax.vmap(lambda s: kept_rows(site, s))(slot)  # [t, p, r]
+    x = jnp.repeat(x, tokens_per_row(x, routing), axis=0)
     h = _einsum("ti,tpri->tpr", x, site.a[slot], dtype)
     h = h * (site.scale[slot] * routing.weight[:, None])[:, :, None]
     part = site.part_of_column
@@ -95,13 +98,13 @@ def gather(
 
 
 def batched(
-    x: Float[Array, "tokens d_in"], site: Site, routing: Routing, *, block: int
+    x: Float[Array, "rows d_in"], site: Site, routing: Routing, *, block: int
 ) -> Float[Array, "tokens d_out"]:
     """Computes the update of all work items at once; unused items are computed too.
 
     The rank-sized intermediate is rounded to B's dtype: what tensor cores take.
     """
-    tokens = x.shape[0]
+    tokens = routing.slot.shape[0]
     dtype = wide_dtype(x, site.a, site.b)
     items = max_work_items(tokens, site.a.shape[0], block)
     work_slot, work_start, _, _ = work_list(routing.starts, items, block)
@@ -109,7 +112,8 @@ def batched(
     offset = jnp.arange(block, dtype=jnp.int32)
     rows = routing.order[jnp.minimum(work_start[:, None] + offset[None, :], tokens - 1)]
     kept = jax.vmap(lambda s: kept_rows(site, s))(slot)  # [n, p, r]
-    h = _einsum("nbi,npri->npbr", x[rows], site.a[slot], dtype)
+    x_items = x[rows // tokens_per_row(x, routing)]
+    h = _einsum("nbi,npri->npbr", x_items, site.a[slot], dtype)
     strength = site.scale[slot][:, :, None] * routing.weight[rows][:, None, :]
     h = jnp.where(kept[:, :, None, :], h * strength[..., None], 0).astype(site.b.dtype)
     item, place = _item_of_row(routing, block)
