@@ -123,4 +123,7 @@ class CausalLM(nnx.Module):
             raw = self.lm_head(hidden)
         raw = raw.astype(jnp.float32)
         bound = self.config.logit_softcap
-        return raw if bound is None else cap(raw, bound)
+        if bound is None:
+            return raw
+        # A token that a row does not have is at -inf, which the cap would make legal.
+        return jnp.where(jnp.isneginf(raw), raw, cap(raw, bound))
