@@ -13,6 +13,7 @@ from lora_jax.adapters.names import match_modules as match_modules
 from lora_jax.adapters.parts import AdapterPart as AdapterPart
 from lora_jax.adapters.parts import DoRA as DoRA
 from lora_jax.adapters.parts import EmbeddingLowRank as EmbeddingLowRank
+from lora_jax.adapters.parts import ExpertPairs as ExpertPairs
 from lora_jax.adapters.parts import ExpertsLowRank as ExpertsLowRank
 from lora_jax.adapters.parts import FullModule as FullModule
 from lora_jax.adapters.parts import LoRABias as LoRABias

@@ -9,10 +9,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from lora_jax.adapters.adapter import Adapter, take_id
+from lora_jax.adapters.built import Built, Tensors
 from lora_jax.adapters.config import Meaning, read_meaning
 from lora_jax.adapters.content import hash_content
+from lora_jax.adapters.expert_layout import with_orientations
 from lora_jax.adapters.grouping import Groups, group_tensors
-from lora_jax.adapters.kinds import KINDS, Built, Tensors
+from lora_jax.adapters.kinds import KINDS
 from lora_jax.adapters.mapper import NameMapper
 from lora_jax.adapters.names import Role
 from lora_jax.adapters.overflow import product_overflows
@@ -135,7 +137,7 @@ def _named_parts(
     built: Mapping[str, Built], mapper: NameMapper
 ) -> dict[str, AdapterPart]:
     parts = {mapper.map(m): item.part for m, item in built.items() if item.part}
-    return dict(sorted(parts.items()))
+    return with_orientations(dict(sorted(parts.items())))
 
 
 def _mapped_faults(built: Mapping[str, Built], mapper: NameMapper) -> list[str]:

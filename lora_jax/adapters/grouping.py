@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from lora_jax.adapters.adapter import WEIGHT_DTYPES
+from lora_jax.adapters.built import Tensor
 from lora_jax.adapters.config import Meaning
 from lora_jax.adapters.copies import BaseCopy, copy_base
-from lora_jax.adapters.kinds import Tensor
 from lora_jax.adapters.mapper import NameMapper
 from lora_jax.adapters.names import Role, TensorName, read_name
 from lora_jax.adapters.report import Ignored

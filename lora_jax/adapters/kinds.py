@@ -4,18 +4,31 @@ A kind says which roles it needs and may have, and builds its part, or tells wha
 wrong. Every role that a module has is used by the kind that takes it.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
+from lora_jax.adapters.built import (
+    NO_SCALE,
+    Builder,
+    Built,
+    Tensor,
+    Tensors,
+    pair_faults,
+    rank_faults,
+)
 from lora_jax.adapters.config import Meaning
+from lora_jax.adapters.experts import (
+    build_expert_pairs,
+    build_experts,
+    is_experts,
+    names_parameter,
+)
 from lora_jax.adapters.names import Role
 from lora_jax.adapters.parts import (
-    AdapterPart,
     DoRA,
     EmbeddingLowRank,
-    ExpertsLowRank,
     FullModule,
     LoRABias,
     LowRank,
@@ -24,45 +37,14 @@ from lora_jax.adapters.parts import (
 )
 
 
-@dataclass(frozen=True)
-class Tensor:
-    """A tensor of the file: its name there, and its values."""
-
-    name: str
-    array: np.ndarray
-
-
-@dataclass(frozen=True)
-class Built:
-    """A part, or the faults that keep it from being.
-
-    Attributes:
-      part: what is done to the module, None after a fault.
-      scale_rule: how its scale was found.
-      faults: what is wrong with it.
-      alias: name that the config knows it by, "" for its module path.
-    """
-
-    part: AdapterPart | None
-    scale_rule: str
-    faults: tuple[str, ...]
-    alias: str = ""
-
-
-Tensors = Mapping[Role, Tensor]
-Builder = Callable[[str, Tensors, Meaning], Built]
-
-NO_SCALE = "none"
-
-
 def build_low_rank(module: str, tensors: Tensors, meaning: Meaning) -> Built:
     """Builds the update of a linear layer, with what else was trained of the layer."""
     a, b = tensors[Role.A], tensors[Role.B]
-    found = _pair_faults(module, a, b)
+    found = pair_faults(module, a, b)
     if found:
         return Built(None, "", tuple(found))
     rank, d_out = a.array.shape[0], b.array.shape[0]
-    found += _rank_faults(module, rank, meaning)
+    found += rank_faults(module, rank, meaning)
     found += _declared_faults(module, tensors, meaning)
     for role in (Role.LORA_BIAS, Role.MAGNITUDE, Role.BASE_BIAS):
         found += _vector_faults(module, tensors.get(role), d_out)
@@ -82,11 +64,11 @@ def build_low_rank(module: str, tensors: Tensors, meaning: Meaning) -> Built:
 def build_embedding(module: str, tensors: Tensors, meaning: Meaning) -> Built:
     """Builds the update of an embedding."""
     a, b = tensors[Role.EMBEDDING_A], tensors[Role.EMBEDDING_B]
-    found = _pair_faults(module, a, b)
+    found = pair_faults(module, a, b)
     if found:
         return Built(None, "", tuple(found))
     rank = a.array.shape[0]
-    found += _rank_faults(module, rank, meaning)
+    found += rank_faults(module, rank, meaning)
     found += _vector_faults(module, tensors.get(Role.MAGNITUDE), b.array.shape[0])
     if meaning.dora is not None and meaning.dora != (Role.MAGNITUDE in tensors):
         found.append(_declared_fault(module, "use_dora", meaning.dora))
@@ -97,28 +79,6 @@ def build_embedding(module: str, tensors: Tensors, meaning: Meaning) -> Built:
     if Role.MAGNITUDE in tensors:
         return Built(DoRA(part, _vector(tensors[Role.MAGNITUDE])), rule, ())
     return Built(part, rule, ())
-
-
-def build_experts(module: str, tensors: Tensors, meaning: Meaning) -> Built:
-    """Builds the updates of a fused expert parameter (PEFT's `target_parameters`)."""
-    a, b = tensors[Role.A], tensors[Role.B]
-    found = _pair_faults(module, a, b)
-    parameter = _parameter_of(module, meaning)
-    alias = _pattern_name(module, parameter)
-    rank = meaning.rank_of(alias)
-    if rank is None:
-        found.append(f"{module}: r is missing, so the experts' rank is unknown; add it")
-    elif not found and a.array.shape[0] % rank:
-        found.append(
-            f"{module}: {a.array.shape[0]} rows of lora_A are no multiple of the "
-            f"declared rank {rank}; correct r or rank_pattern"
-        )
-    if found or rank is None:
-        return Built(None, "", tuple(found))
-    scale, rule = meaning.scale_of(alias, rank)
-    version = meaning.peft_version
-    part = ExpertsLowRank(a.array, b.array, scale, rank, parameter, version)
-    return Built(part, rule, (), alias)
 
 
 def build_full_module(module: str, tensors: Tensors, meaning: Meaning) -> Built:
@@ -180,17 +140,13 @@ class Kind:
     applies: Callable[[str], bool] = lambda module: True
 
 
-def is_experts(module: str) -> bool:
-    """Whether the path is a fused expert parameter's, as PEFT nests them."""
-    return module.removesuffix(".base_layer").endswith("experts")
-
-
 def _kind(needs: set[Role], may_have: set[Role], build: Builder) -> Kind:
     return Kind(frozenset(needs), frozenset(may_have), build)
 
 
 KINDS: tuple[Kind, ...] = (
     Kind(frozenset({Role.A, Role.B}), frozenset(), build_experts, is_experts),
+    Kind(frozenset({Role.A, Role.B}), frozenset(), build_expert_pairs, names_parameter),
     _kind(
         {Role.A, Role.B},
         {Role.LORA_BIAS, Role.MAGNITUDE, Role.BASE_BIAS},
@@ -203,31 +159,6 @@ KINDS: tuple[Kind, ...] = (
     _kind({Role.BASE_BIAS}, set(), build_bias),
 )
 """The first row whose roles cover the module's counts."""
-
-
-def _pair_faults(module: str, a: Tensor, b: Tensor) -> list[str]:
-    found = [
-        f"{module}: {tensor.name} has shape {tensor.array.shape}, expected two axes, "
-        "none of them empty"
-        for tensor in (a, b)
-        if tensor.array.ndim != 2 or 0 in tensor.array.shape
-    ]
-    if not found and a.array.shape[0] != b.array.shape[1]:
-        found.append(
-            f"{module}: rank {a.array.shape[0]} of lora_A {a.array.shape} is not the "
-            f"rank {b.array.shape[1]} of lora_B {b.array.shape}"
-        )
-    return found
-
-
-def _rank_faults(module: str, rank: int, meaning: Meaning) -> list[str]:
-    declared = meaning.rank_of(module)
-    if declared in (None, rank):
-        return []
-    return [
-        f"{module}: the tensors have rank {rank}, the config declares {declared}, so "
-        "the scale is unknown; correct r or rank_pattern"
-    ]
 
 
 def _declared_faults(module: str, tensors: Tensors, meaning: Meaning) -> list[str]:
@@ -265,24 +196,3 @@ def _vector_faults(module: str, tensor: Tensor | None, length: int) -> list[str]
     return [
         f"{module}: {tensor.name} has shape {tensor.array.shape}, expected ({length},)"
     ]
-
-
-def _parameter_of(module: str, meaning: Meaning) -> str:
-    """The expert parameter behind a path, "" where nothing tells.
-
-    PEFT nests two parameters of one module in the model's order, so the first is
-    `.base_layer`; one alone never is, and then only the config tells which it is.
-    """
-    root = module.removesuffix(".base_layer")
-    names = [name.rpartition(".") for name in meaning.parameters]
-    mine = [p for head, _, p in names if not head or f".{root}".endswith(f".{head}")]
-    if len(mine) == 1:
-        return mine[0]
-    if module.endswith(".base_layer"):
-        return "gate_up_proj"
-    return "down_proj" if mine else ""
-
-
-def _pattern_name(module: str, parameter: str) -> str:
-    """The name that rank and alpha patterns know a parameter by."""
-    return f"{module.removesuffix('.base_layer')}.{parameter or 'down_proj'}"

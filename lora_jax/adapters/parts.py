@@ -167,8 +167,9 @@ class ExpertsLowRank:
       rank: rank of one expert, from the config; divides `a.shape[0]`.
       parameter: the parameter's name by the config, e.g. "gate_up_proj", or "" where
         the config does not tell it.
-      peft_version: version of the writing PEFT, "" where unknown; up to 0.18 the two
-        factors of (out, in) experts are stored the other way round.
+      peft_version: version of the writing PEFT, "" where unknown.
+      swapped: whether the factors are those of the transposed weight, as PEFT up to
+        0.18 stores them; None where the file alone does not tell.
     """
 
     kind: ClassVar[str] = "experts"
@@ -178,6 +179,32 @@ class ExpertsLowRank:
     rank: int
     parameter: str
     peft_version: str
+    swapped: bool | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertPairs:
+    """Low-rank updates of one projection of all experts, a pair for each.
+
+    Either factor may have one expert only: all share it (the "shared outer" layout).
+
+    Attributes:
+      a: `(experts or 1, rank, d_in)`.
+      b: `(experts or 1, d_out, rank)`.
+      scale: the factor on each expert's product.
+
+    Source: vLLM's `enable_moe_shared_loras`; Megatron Bridge.
+    """
+
+    kind: ClassVar[str] = "expert_pairs"
+    a: Float[np.ndarray, "experts_a rank d_in"]
+    b: Float[np.ndarray, "experts_b d_out rank"]
+    scale: float
+
+    @property
+    def rank(self) -> int:
+        """Rank of one expert."""
+        return self.a.shape[1]
 
 
 AdapterPart = (
@@ -189,6 +216,7 @@ AdapterPart = (
     | FullModule
     | TokenRows
     | ExpertsLowRank
+    | ExpertPairs
 )
 """What can be done to one module."""
 
@@ -212,7 +240,7 @@ def arrays(part: AdapterPart) -> Iterator[tuple[str, np.ndarray]]:
 
 def is_zero(part: AdapterPart) -> bool:
     """Whether the part is a low-rank update that is zero, as when untrained."""
-    if isinstance(part, LowRank | EmbeddingLowRank | ExpertsLowRank):
+    if isinstance(part, LowRank | EmbeddingLowRank | ExpertsLowRank | ExpertPairs):
         return part.scale == 0 or not part.b.any() or not part.a.any()
     return False
 

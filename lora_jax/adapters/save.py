@@ -16,12 +16,14 @@ from safetensors.numpy import save_file
 from lora_jax.adapters.adapter import Adapter
 from lora_jax.adapters.build import Source, build_adapter
 from lora_jax.adapters.config import read_meaning
+from lora_jax.adapters.expert_layout import expert_paths
 from lora_jax.adapters.fields import RULES
 from lora_jax.adapters.folder import CONFIG_NAME
 from lora_jax.adapters.parts import (
     AdapterPart,
     DoRA,
     EmbeddingLowRank,
+    ExpertPairs,
     ExpertsLowRank,
     FullModule,
     LoRABias,
@@ -101,7 +103,7 @@ def to_config(adapter: Adapter) -> dict[str, object]:
     }
 
 
-def _pair(part: LowRank | ExpertsLowRank) -> Named:
+def _pair(part: LowRank | ExpertsLowRank | ExpertPairs) -> Named:
     yield ".lora_A.weight", part.a
     yield ".lora_B.weight", part.b
 
@@ -136,6 +138,7 @@ def _token_rows(part: TokenRows) -> Named:
 WRITERS: Mapping[type, Callable[..., Named]] = {
     LowRank: _pair,
     ExpertsLowRank: _pair,
+    ExpertPairs: _pair,
     EmbeddingLowRank: _embedding,
     LoRABias: _lora_bias,
     DoRA: _magnitude,
@@ -186,8 +189,9 @@ def _token_indices(adapter: Adapter, known: Mapping) -> object:
 def _parameters(adapter: Adapter, known: Mapping) -> object:
     experts = {m: p for m, p in adapter.parts.items() if isinstance(p, ExpertsLowRank)}
     return known.get("target_parameters") or [
-        f"{module.removesuffix('.base_layer')}.{part.parameter}"
+        expert_paths(module, part)[0]
         for module, part in sorted(experts.items())
+        if part.parameter
     ]
 
 
