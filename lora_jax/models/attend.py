@@ -21,6 +21,7 @@ def attend(
     *,
     scale: float,
     softcap: float | None,
+    sinks: Float[Array, " heads"] | None,
 ) -> Float[Array, "batch time heads*head_dim"]:
     """Returns softmax(q k) v for each head; scores and softmax are float32.
 
@@ -29,6 +30,7 @@ def attend(
       seen: which positions each query sees; each must see at least one.
       scale: what scores are multiplied with.
       softcap: if given, scores become `softcap * tanh(score / softcap)`.
+      sinks: if given, each head's score for attending to nothing.
     """
     batch, time, heads, head_dim = q.shape
     grouped = q.reshape(batch, time, k.shape[1], -1, head_dim)
@@ -38,7 +40,11 @@ def attend(
     if softcap is not None:
         scores = cap(scores, softcap)
     scores = jnp.where(seen[:, None, None], scores, -jnp.inf)
-    weights = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
+    if sinks is None:
+        weights = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
+    else:
+        by_group = sinks.astype(jnp.float32).reshape(1, *scores.shape[1:3], 1, 1)
+        weights = softmax_beside(scores, by_group).astype(q.dtype)
     mixed = jnp.einsum("bkgts,bksd->btkgd", weights, v)
     return mixed.reshape(batch, time, heads * head_dim)
 
@@ -51,6 +57,7 @@ def causal_attend(
     window: int | None,
     scale: float,
     softcap: float | None,
+    sinks: Float[Array, " heads"] | None,
     block: int = QUERY_BLOCK,
 ) -> Float[Array, "batch time heads*head_dim"]:
     """Returns `attend` of a text to itself, each token to itself and those before.
@@ -60,7 +67,7 @@ def causal_attend(
 
     Args:
       window: how many positions a token sees, itself included; `None` sees all before.
-      scale, softcap: as in `attend`.
+      scale, softcap, sinks: as in `attend`.
       block: queries at a time.
     """
     time = q.shape[1]
@@ -73,7 +80,15 @@ def causal_attend(
         keys, values = k[:, :, first:end], v[:, :, first:end]
         queries = q[:, start:end]
         mixed.append(
-            attend(queries, keys, values, seen[None], scale=scale, softcap=softcap)
+            attend(
+                queries,
+                keys,
+                values,
+                seen[None],
+                scale=scale,
+                softcap=softcap,
+                sinks=sinks,
+            )
         )
     return mixed[0] if len(mixed) == 1 else jnp.concatenate(mixed, axis=1)
 
@@ -81,6 +96,18 @@ def causal_attend(
 def cap(x: Float[Array, "..."], bound: float) -> Float[Array, "..."]:
     """Returns `x` squeezed smoothly between `-bound` and `bound`."""
     return bound * jnp.tanh(x / bound)
+
+
+def softmax_beside(
+    scores: Float[Array, "*rows columns"], beside: Float[Array, "*#rows 1"]
+) -> Float[Array, "*rows columns"]:
+    """Returns the softmax of `scores` with one more column, less that column."""
+    top = jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), beside)
+    # The result is the same for any `top`, so no gradient need pass through it.
+    top = jax.lax.stop_gradient(top)
+    raised = jnp.exp(scores - top)
+    total = jnp.sum(raised, axis=-1, keepdims=True) + jnp.exp(beside - top)
+    return raised / total
 
 
 def counted_positions(time: int) -> Int[Array, "1 time"]:

@@ -46,10 +46,18 @@ class Attention(nnx.Module):
         self.o_proj = plain_linear(
             q_width, d, use_bias=config.o_bias, dtype=dtype, rngs=rngs
         )
-        if config.qk_norm:
+        self.clip_qkv = config.clip_qkv
+        self.sinks: nnx.Param | None = nnx.data(None)
+        if config.sinks:
+            self.sinks = nnx.Param(jnp.zeros((self.heads,), jnp.dtype(dtype)))
+        if config.qk_norm is not None:
             norm, eps = NORMS[config.norm], config.norm_eps
-            self.q_norm = norm(self.head_dim, eps=eps, dtype=dtype)
-            self.k_norm = norm(self.head_dim, eps=eps, dtype=dtype)
+            q_normed, k_normed = {
+                "head": (1, 1),
+                "whole": (self.heads, self.kv_heads),
+            }[config.qk_norm]
+            self.q_norm = norm(q_normed * self.head_dim, eps=eps, dtype=dtype)
+            self.k_norm = norm(k_normed * self.head_dim, eps=eps, dtype=dtype)
 
     def prefill(
         self, x: Float[Array, "batch time d"], angles: Angles
@@ -62,7 +70,13 @@ class Attention(nnx.Module):
         q, k, v = self._project(x, angles)
         k, v = jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
         mixed = causal_attend(
-            q, k, v, window=self.window, scale=self.scale, softcap=self.softcap
+            q,
+            k,
+            v,
+            window=self.window,
+            scale=self.scale,
+            softcap=self.softcap,
+            sinks=self._sinks(),
         )
         return self.o_proj(mixed), k, v
 
@@ -84,7 +98,13 @@ class Attention(nnx.Module):
         values = write_position(values, positions, v)
         seen = seen_in_cache(positions, keys.shape[2], self.window)
         mixed = attend(
-            q[:, None], keys, values, seen, scale=self.scale, softcap=self.softcap
+            q[:, None],
+            keys,
+            values,
+            seen,
+            scale=self.scale,
+            softcap=self.softcap,
+            sinks=self._sinks(),
         )
         return self.o_proj(mixed[:, 0]), keys, values
 
@@ -96,9 +116,23 @@ class Attention(nnx.Module):
         Float[Array, "*tokens kv_heads head_dim"],
     ]:
         fused = self.qkv_proj(x)
-        by_head = fused.reshape(*x.shape[:-1], -1, self.head_dim)
         borders = [self.heads, self.heads + self.kv_heads]
-        q, k, v = jnp.split(by_head, borders, axis=-2)
-        if self.qk_norm:
+        q, k, v = jnp.split(fused, [self.head_dim * b for b in borders], axis=-1)
+        if self.qk_norm == "whole":
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = (self._by_head(self._clipped(part)) for part in (q, k, v))
+        if self.qk_norm == "head":
             q, k = self.q_norm(q), self.k_norm(k)
         return rotate(q, *angles), rotate(k, *angles), v
+
+    def _by_head(
+        self, x: Float[Array, "*tokens width"]
+    ) -> Float[Array, "*tokens heads head_dim"]:
+        return x.reshape(*x.shape[:-1], -1, self.head_dim)
+
+    def _clipped(self, x: Float[Array, "*tokens width"]) -> Array:
+        bound = self.clip_qkv
+        return x if bound is None else jnp.clip(x, -bound, bound)
+
+    def _sinks(self) -> Float[Array, " heads"] | None:
+        return None if self.sinks is None else self.sinks[...]

@@ -67,7 +67,13 @@ class CausalLM(nnx.Module):
             else ("transformer.", "transformer.wte.weight")
         )
         tied = {"lm_head.weight": embedding} if config.tie_word_embeddings else {}
-        return Naming(left_out=body, put_before=(), tied=tied, unused=())
+        return Naming(
+            left_out=body,
+            put_before=(),
+            tied=tied,
+            unused=(),
+            renamed=config.renamed,
+        )
 
     def __call__(
         self,

@@ -65,7 +65,9 @@ class DecoderClassifier(Classifier):
     @classmethod
     def naming(cls, config: ModelConfig) -> Naming:
         """Returns how a checkpoint of `config` may spell its tensors."""
-        return Naming(left_out="", put_before=(), tied={}, unused=())
+        return Naming(
+            left_out="", put_before=(), tied={}, unused=(), renamed=config.renamed
+        )
 
     def __call__(
         self,

@@ -9,11 +9,19 @@ from collections.abc import Iterable, Mapping
 
 from lora_jax.errors import ModelError, faults
 from lora_jax.models.activations import ACTIVATIONS
+from lora_jax.models.experts_config import ExpertsConfig, read_experts
 from lora_jax.models.families import FAMILIES, FULL, SLIDING, Family
 from lora_jax.models.labels import read_labels
 from lora_jax.models.reader import Reader
 from lora_jax.models.rotary import LongRotary, Rotary
 from lora_jax.models.rotary_config import read_rotary
+
+PLAIN = "use the float16, bfloat16 or float32 checkpoint"
+DEQUANTISE = (
+    "load the model in transformers with "
+    "quantization_config=Mxfp4Config(dequantize=True), and save it as bfloat16"
+)
+"""What to do about a checkpoint of quantised weights."""
 
 Parts = tuple[tuple[str, int], ...]
 """Name and output width of each child of a fused projection, in column order."""
@@ -33,7 +41,10 @@ class ModelConfig:
         original context, see `LongRotary`.
       tie_word_embeddings: whether the head is the embedding table.
       qkv_bias, o_bias, mlp_bias: which products add a bias.
-      qk_norm: whether queries and keys are normed per head.
+      qk_norm: whether queries and keys are normed, each head for itself (`"head"`)
+        or all heads together (`"whole"`); `None` for no norm.
+      sinks: whether each head has a score of its own for attending to nothing.
+      clip_qkv: bound of queries, keys and values, `None` for none.
       sandwich_norms: whether a block's output is normed as well as its input.
       fused_tensors: whether the checkpoint (and so an adapter) names qkv and gate_up
         as one projection each.
@@ -45,6 +56,9 @@ class ModelConfig:
       windows: for each layer how many positions a token sees, `None` for all.
       head: `"causal_lm"`, `"classifier"`, or `"none"` for hidden states only.
       labels: one name for each score of a classification head.
+      experts: the experts of the layers that have some; `None` if no layer has.
+      renamed: what a checkpoint may write in a tensor's name -> what stands in the
+        model's path.
     """
 
     model_type: str
@@ -63,7 +77,9 @@ class ModelConfig:
     qkv_bias: bool
     o_bias: bool
     mlp_bias: bool
-    qk_norm: bool
+    qk_norm: str | None
+    sinks: bool
+    clip_qkv: float | None
     sandwich_norms: bool
     fused_tensors: bool
     embedding_scale: float
@@ -74,6 +90,8 @@ class ModelConfig:
     windows: tuple[int | None, ...]
     head: str
     labels: tuple[str, ...]
+    experts: ExpertsConfig | None
+    renamed: tuple[tuple[str, str], ...]
 
     @property
     def body(self) -> str:
@@ -90,9 +108,18 @@ class ModelConfig:
         return (("q_proj", q), ("k_proj", kv), ("v_proj", kv))
 
     @property
-    def gate_up_parts(self) -> Parts:
-        """Returns the projections that `gate_up_proj` holds side by side."""
-        width = self.intermediate_size
+    def layers_with_experts(self) -> tuple[bool, ...]:
+        """Returns for each layer whether its feed-forward block has experts."""
+        if self.experts is None:
+            return (False,) * self.num_hidden_layers
+        return self.experts.layers
+
+    def gate_up_parts(self, width: int) -> Parts:
+        """Returns the projections that `gate_up_proj` holds side by side.
+
+        Args:
+          width: inside the feed-forward block.
+        """
         if self.fused_tensors:
             return (("gate_up_proj", 2 * width),)
         return (("gate_proj", width), ("up_proj", width))
@@ -167,6 +194,8 @@ def _build(reader: Reader, family: Family) -> ModelConfig:
         o_bias=_fact(reader, family.o_bias),
         mlp_bias=_fact(reader, family.mlp_bias),
         qk_norm=family.qk_norm,
+        sinks=family.sinks,
+        clip_qkv=reader.number_or("clip_qkv", 0.0) or None,
         sandwich_norms=family.sandwich_norms,
         fused_tensors=family.fused_tensors,
         embedding_scale=hidden_size**0.5 if scale else 1.0,
@@ -177,6 +206,8 @@ def _build(reader: Reader, family: Family) -> ModelConfig:
         windows=tuple(window or None if kind == SLIDING else None for kind in kinds),
         head=_head(reader, family),
         labels=read_labels(reader),
+        experts=read_experts(reader, family.experts) if family.experts else None,
+        renamed=tuple(family.renamed.items()),
     )
 
 
@@ -204,11 +235,12 @@ def _layer_kinds(reader: Reader, family: Family) -> tuple[str, ...]:
 
 
 def _refuse_unsupported(reader: Reader, family: Family) -> None:
-    if reader.values.get("quantization_config") is not None:
-        reader.fault(
-            "quantization_config: quantised weights are not supported; use the "
-            "float16, bfloat16 or float32 checkpoint"
-        )
+    quantisation = reader.nested("quantization_config")
+    if quantisation:
+        method = str(quantisation.get("quant_method"))
+        advice = DEQUANTISE if method == "mxfp4" else PLAIN
+        name = "quantised" if method == "None" else method
+        reader.fault(f"quantization_config: {name} weights are not supported; {advice}")
     for key, computed in family.fixed.items():
         if reader.values.get(key) not in computed:
             found = f"{key}: found {reader.values[key]!r}"

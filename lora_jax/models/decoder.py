@@ -43,8 +43,16 @@ class Decoder(nnx.Module):
             config.vocab_size, config.hidden_size, dtype=dtype, rngs=rngs
         )
         self.layers = nnx.List(
-            kind(config, window=window, dtype=dtype, rngs=rngs)
-            for window in config.windows
+            kind(
+                config,
+                window=window,
+                with_experts=with_experts,
+                dtype=dtype,
+                rngs=rngs,
+            )
+            for window, with_experts in zip(
+                config.windows, config.layers_with_experts, strict=True
+            )
         )
         self.norm = NORMS[config.norm](
             config.hidden_size, eps=config.norm_eps, dtype=dtype
@@ -58,9 +66,12 @@ class Decoder(nnx.Module):
     @classmethod
     def naming(cls, config: ModelConfig) -> Naming:
         """Returns how a checkpoint may spell its tensors."""
-        del config
         return Naming(
-            left_out="", put_before=("model.",), tied={}, unused=("lm_head.",)
+            left_out="",
+            put_before=("model.",),
+            tied={},
+            unused=("lm_head.",),
+            renamed=config.renamed,
         )
 
     def __call__(

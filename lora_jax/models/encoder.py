@@ -73,7 +73,7 @@ class SelfAttention(nnx.Module):
         # A row of nothing but padding sees itself: its output is finite and unread.
         seen = mask | ~jnp.any(mask, axis=1, keepdims=True)
         scale = self.head_dim**-0.5
-        return attend(q, k, v, seen[:, None], scale=scale, softcap=None)
+        return attend(q, k, v, seen[:, None], scale=scale, softcap=None, sinks=None)
 
 
 class AddAndNorm(nnx.Module):

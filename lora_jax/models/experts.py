@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from lora_jax.models.activations import ACTIVATIONS, gated
-from lora_kernels import Routing, make_routing
+from lora_kernels import Routing, grouped_dot, make_routing
 
 GATE_UP_NAMES = (("gate_proj", "w1"), ("up_proj", "w3"))
 UP_NAMES = (("up_proj",),)
@@ -90,7 +90,7 @@ class ExpertLinear(nnx.Module):
             `p // (pairs / rows)`.
           pairs: expert of each pair; a pair without one gives exact zeros.
         """
-        y = _grouped_dot(x, self.kernel[...], pairs)
+        y = grouped_dot(x, self.kernel[...], pairs)
         if self.bias is None:
             return y
         return y + jnp.where(_has_expert(pairs), self.bias[...][pairs.slot], 0)
@@ -187,15 +187,3 @@ class Experts(nnx.Module):
 
 def _has_expert(pairs: Routing) -> Array:
     return pairs.slot[:, None] >= 0
-
-
-def _grouped_dot(
-    x: Float[Array, "rows d_in"],
-    kernel: Float[Array, "groups d_in d_out"],
-    pairs: Routing,
-) -> Float[Array, "pairs d_out"]:
-    rows = jnp.repeat(x, pairs.slot.shape[0] // x.shape[0], axis=0)
-    y = jnp.einsum(
-        "pi,pio->po", rows, kernel[pairs.slot], preferred_element_type=jnp.float32
-    )
-    return jnp.where(_has_expert(pairs), y, 0).astype(x.dtype)

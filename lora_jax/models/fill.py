@@ -14,6 +14,7 @@ from flax import nnx
 
 from lora_jax.errors import ModelError, faults
 from lora_jax.models.checkpoint import DTYPES, StoredTensor
+from lora_jax.models.config import DEQUANTISE
 from lora_jax.models.names import (
     COMPUTED_SUFFIXES,
     Naming,
@@ -28,6 +29,11 @@ HEAD = "lm_head.weight"
 
 MAX_LISTED = 20
 """Faults of one kind that an error lists before it only counts."""
+
+MXFP4_SUFFIXES = ("_proj_blocks", "_proj_scales")
+"""Ends of the two tensors that gpt-oss' own checkpoints have for one kernel."""
+
+QUANTISED = f"mxfp4 weights are not supported; {DEQUANTISE}"
 
 Tensors = Mapping[str, StoredTensor]
 
@@ -57,7 +63,8 @@ def fill(
         text names all of them.
     """
     model = nnx.eval_shape(lambda: build(nnx.Rngs(params=0)))
-    table = checkpoint_table(model)
+    spellings = {s for name in tensors for s in naming.spellings(name)}
+    table = checkpoint_table(model, spellings)
     sources, wrong = match_tensors(tensors, table, naming)
     if wrong:
         raise ModelError(faults(f"weights in {origin} do not fit its config:", wrong))
@@ -90,7 +97,7 @@ def match_tensors(
         elif not name.endswith(COMPUTED_SUFFIXES) and not name.startswith(
             naming.unused
         ):
-            unknown.append(f"{name}: not a tensor of this model")
+            unknown.append(f"{name}: {_stranger(name)}")
     missing = [f"{name}: missing" for name in sorted(table.keys() - found.keys())]
     if HEAD in table and HEAD not in found:
         missing.append(
@@ -99,6 +106,10 @@ def match_tensors(
         )
     kinds = (missing, unknown, misfits)
     return found, [line for kind in kinds for line in _capped(kind)]
+
+
+def _stranger(name: str) -> str:
+    return QUANTISED if name.endswith(MXFP4_SUFFIXES) else "not a tensor of this model"
 
 
 def _capped(lines: list[str]) -> list[str]:
@@ -142,6 +153,10 @@ def _build(
     host = np.empty(abstract.shape, abstract.dtype)
     for name, target in sources:
         part = tensors[name].read()
-        part = part.T if target.transposed else part
-        host[..., target.start : target.start + part.shape[-1]] = part
+        if target.transposed:
+            part = np.swapaxes(part, -1, -2)
+        if target.interleaved:
+            part = np.concatenate([part[..., ::2], part[..., 1::2]], axis=-1)
+        into = host if target.expert is None else host[target.expert]
+        into[..., target.start : target.start + part.shape[-1]] = part
     return jnp.asarray(host)

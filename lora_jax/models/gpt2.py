@@ -39,7 +39,9 @@ class GPT2Attention(nnx.Module):
         """Returns the attention's output and the keys and values of the prompt."""
         q, k, v = self._project(x)
         k, v = jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
-        mixed = causal_attend(q, k, v, window=None, scale=self.scale, softcap=None)
+        mixed = causal_attend(
+            q, k, v, window=None, scale=self.scale, softcap=None, sinks=None
+        )
         return self.c_proj(mixed), k, v
 
     def decode(
@@ -54,7 +56,15 @@ class GPT2Attention(nnx.Module):
         keys = write_position(keys, positions, k)
         values = write_position(values, positions, v)
         seen = seen_in_cache(positions, keys.shape[2], None)
-        mixed = attend(q[:, None], keys, values, seen, scale=self.scale, softcap=None)
+        mixed = attend(
+            q[:, None],
+            keys,
+            values,
+            seen,
+            scale=self.scale,
+            softcap=None,
+            sinks=None,
+        )
         return self.c_proj(mixed[:, 0]), keys, values
 
     def _project(

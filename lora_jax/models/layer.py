@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Int
 from lora_jax.models.attention import Angles, Attention
 from lora_jax.models.config import ModelConfig
 from lora_jax.models.mlp import GatedMLP
+from lora_jax.models.moe_block import BLOCKS, MoEBlock
 from lora_jax.models.norm import NORMS
 
 
@@ -59,6 +60,7 @@ class PreNormLayer(DecoderLayer):
         config: ModelConfig,
         *,
         window: int | None,
+        with_experts: bool,
         dtype: DTypeLike,
         rngs: nnx.Rngs,
     ):
@@ -66,7 +68,7 @@ class PreNormLayer(DecoderLayer):
         self.input_layernorm = norm(d, eps=eps, dtype=dtype)
         self.self_attn = Attention(config, window=window, dtype=dtype, rngs=rngs)
         self.post_attention_layernorm = norm(d, eps=eps, dtype=dtype)
-        self.mlp = GatedMLP(config, dtype=dtype, rngs=rngs)
+        self.mlp = feed_forward(config, with_experts, dtype=dtype, rngs=rngs)
 
     def before_attention(
         self, x: Float[Array, "*tokens d"]
@@ -90,6 +92,7 @@ class SandwichNormLayer(DecoderLayer):
         config: ModelConfig,
         *,
         window: int | None,
+        with_experts: bool,
         dtype: DTypeLike,
         rngs: nnx.Rngs,
     ):
@@ -98,7 +101,7 @@ class SandwichNormLayer(DecoderLayer):
         self.self_attn = Attention(config, window=window, dtype=dtype, rngs=rngs)
         self.post_attention_layernorm = norm(d, eps=eps, dtype=dtype)
         self.pre_feedforward_layernorm = norm(d, eps=eps, dtype=dtype)
-        self.mlp = GatedMLP(config, dtype=dtype, rngs=rngs)
+        self.mlp = feed_forward(config, with_experts, dtype=dtype, rngs=rngs)
         self.post_feedforward_layernorm = norm(d, eps=eps, dtype=dtype)
 
     def before_attention(
@@ -114,3 +117,13 @@ class SandwichNormLayer(DecoderLayer):
         x = x + self.post_attention_layernorm(mixed)
         fed = self.mlp(self.pre_feedforward_layernorm(x))
         return x + self.post_feedforward_layernorm(fed)
+
+
+def feed_forward(
+    config: ModelConfig, with_experts: bool, *, dtype: DTypeLike, rngs: nnx.Rngs
+) -> GatedMLP | MoEBlock:
+    """Returns the feed-forward block of a layer, random."""
+    if config.experts is None or not with_experts:
+        width = config.intermediate_size
+        return GatedMLP(config, width, dtype=dtype, rngs=rngs)
+    return BLOCKS[config.experts.block](config, config.experts, dtype=dtype, rngs=rngs)

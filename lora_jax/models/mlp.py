@@ -11,13 +11,20 @@ from lora_jax.models.linear import linear_of_parts, plain_linear
 
 
 class GatedMLP(nnx.Module):
-    """Gate and up as one product, then down."""
+    """Gate and up as one product, then down.
 
-    def __init__(self, config: ModelConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
-        width = config.intermediate_size
+    Args:
+      config: the facts of the model.
+      width: inside the block.
+      dtype, rngs: as in the other layers.
+    """
+
+    def __init__(
+        self, config: ModelConfig, width: int, *, dtype: DTypeLike, rngs: nnx.Rngs
+    ):
         self.gate_up_proj = linear_of_parts(
             config.hidden_size,
-            config.gate_up_parts,
+            config.gate_up_parts(width),
             use_bias=config.mlp_bias,
             dtype=dtype,
             rngs=rngs,

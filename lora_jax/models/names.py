@@ -2,14 +2,18 @@
 
 A module's path here is its path in the checkpoint, so the names follow from the modules
 themselves: one row of LAYER_TENSORS for each type of layer says which tensors it has,
-in which shape they are stored, and which part of which parameter they fill.
+in which shape they are stored, and which part of which parameter they fill. Where files
+differ in layout a row has several answers, and the file at hand decides.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+import functools
+from collections.abc import Callable, Collection, Iterator, Mapping
 
 from flax import nnx
 
+from lora_jax.models.attention import Attention
+from lora_jax.models.experts import ExpertLinear
 from lora_jax.models.linear import Conv1D, FusedLinear
 from lora_jax.models.norm import Norm
 
@@ -24,14 +28,19 @@ class Target:
     Attributes:
       path: from the root module to the parameter, as in `nnx.to_flat_state`.
       shape: of the tensor in the file.
-      transposed: whether the parameter is the tensor's transpose.
+      transposed: whether the tensor's last two axes change places in the parameter.
       start: first output column (kernel) or element (bias) of a fused parameter.
+      expert: the one that the tensor is for; `None` if it is the whole parameter.
+      interleaved: whether the tensor's columns alternate between two parts that the
+        parameter holds side by side.
     """
 
     path: Path
     shape: tuple[int, ...]
     transposed: bool
     start: int
+    expert: int | None = None
+    interleaved: bool = False
 
 
 Table = dict[str, Target]
@@ -46,15 +55,19 @@ class Naming:
       put_before: prefixes that a checkpoint of a larger model puts before.
       tied: tensor -> the one that it must equal if it is in the file at all.
       unused: beginnings of tensors that belong to a head which this model has not.
+      renamed: what a name in the file may have -> what the model's path has instead.
     """
 
     left_out: str
     put_before: tuple[str, ...]
     tied: Mapping[str, str]
     unused: tuple[str, ...]
+    renamed: tuple[tuple[str, str], ...] = ()
 
     def spellings(self, name: str) -> list[str]:
         """Returns the paths that a tensor of the file may mean, the likeliest first."""
+        for theirs, ours in self.renamed:
+            name = name.replace(theirs, ours)
         shorter = [
             name.removeprefix(prefix)
             for prefix in self.put_before
@@ -76,17 +89,23 @@ has such a parameter.
 """
 
 
-def checkpoint_table(model: nnx.Module) -> Table:
+def checkpoint_table(
+    model: nnx.Module, present: Collection[str] = frozenset()
+) -> Table:
     """Returns the place of every tensor that a checkpoint of `model` must hold.
 
     Args:
       model: may be abstract (`nnx.eval_shape`).
+      present: names of the file's tensors; of several layouts that a layer may have the
+        one is taken that most of them belong to.
     """
+    held = frozenset(present)
     table: Table = {}
     for path, module in nnx.iter_modules(model):
         kind = next((kind for kind in LAYER_TENSORS if isinstance(module, kind)), None)
         if kind is not None:
-            table.update(LAYER_TENSORS[kind](path, module))
+            layouts = [dict(rows(path, module)) for rows in LAYER_TENSORS[kind]]
+            table.update(max(layouts, key=lambda layout: len(layout.keys() & held)))
     return table
 
 
@@ -111,7 +130,11 @@ def _linear(path: Path, layer: nnx.Linear) -> Rows:
 
 
 def _linear_rows(
-    path: Path, child: Path, layer: nnx.Linear, width: int, start: int
+    path: Path,
+    child: Path,
+    layer: nnx.Linear | ExpertLinear,
+    width: int,
+    start: int,
 ) -> Rows:
     """Gives the tensors of one child; torch keeps the transpose of our kernels."""
     shape = (width, layer.in_features)
@@ -141,11 +164,48 @@ def _norm(path: Path, layer: Norm) -> Rows:
             yield tensor_name(path, tensor), target
 
 
-LAYER_TENSORS: Mapping[type[nnx.Module], Callable[..., Rows]] = {
-    FusedLinear: _fused,
-    Conv1D: _conv1d,
-    nnx.Linear: _linear,
-    nnx.Embed: _embed,
-    Norm: _norm,
+def _sinks(path: Path, layer: Attention) -> Rows:
+    if layer.sinks is not None:
+        target = Target((*path, "sinks"), (layer.heads,), False, 0)
+        yield tensor_name(path, "sinks"), target
+
+
+def _experts_in_one(path: Path, layer: ExpertLinear) -> Rows:
+    """Gives the tensors of all experts together: transformers 5, and gpt-oss always."""
+    shape = (layer.num_experts, layer.in_features, layer.out_features)
+    kept = layer.stored_in_out
+    stored = shape if kept else (shape[0], shape[2], shape[1])
+    name, mixed = tensor_name(path[:-1], layer.fused_name), layer.interleaved
+    kernel = Target((*path, "kernel"), stored, not kept, 0, interleaved=mixed)
+    yield name, kernel
+    if layer.use_bias:
+        bias = Target((*path, "bias"), shape[::2], False, 0, interleaved=mixed)
+        yield f"{name}_bias", bias
+
+
+def _experts_one_by_one(path: Path, layer: ExpertLinear, *, spelling: int) -> Rows:
+    """Gives the tensors of each expert: transformers 4."""
+    for expert in range(layer.num_experts):
+        start = 0
+        for (_, width), names in zip(layer.parts, layer.expert_names, strict=True):
+            child = (*path[:-1], expert, names[min(spelling, len(names) - 1)])
+            rows = _linear_rows(path, child, layer, width, start)
+            for name, target in rows:
+                yield name, dataclasses.replace(target, expert=expert)
+            start += width
+
+
+LAYER_TENSORS: Mapping[type[nnx.Module], tuple[Callable[..., Rows], ...]] = {
+    FusedLinear: (_fused,),
+    Conv1D: (_conv1d,),
+    nnx.Linear: (_linear,),
+    nnx.Embed: (_embed,),
+    Norm: (_norm,),
+    Attention: (_sinks,),
+    ExpertLinear: (
+        _experts_in_one,
+        functools.partial(_experts_one_by_one, spelling=0),
+        functools.partial(_experts_one_by_one, spelling=1),
+    ),
 }
-"""The tensors of each type of layer; the first type that a layer is of decides."""
+"""The layouts of each type of layer; the first type that a layer is of decides."""

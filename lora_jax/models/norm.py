@@ -43,6 +43,20 @@ class RMSNorm(Norm):
         return normed.astype(x.dtype) * _broadcast(self.scale[...], x)
 
 
+class WideRMSNorm(Norm):
+    """Divides by the root mean square and scales in float32, rounds once: gpt-oss."""
+
+    def __init__(self, features: int, *, eps: float, dtype: DTypeLike):
+        self.scale = nnx.Param(jnp.ones((features,), jnp.dtype(dtype)))
+        self.eps = eps
+
+    def __call__(self, x: Float[Array, "*tokens d"]) -> Float[Array, "*tokens d"]:
+        """Returns the normalised `x`, in its own dtype."""
+        normed = _unit_root_mean_square(x.astype(jnp.float32), self.eps)
+        scale = self.scale[...].astype(jnp.float32)
+        return (normed * _broadcast(scale, x)).astype(x.dtype)
+
+
 class OffsetRMSNorm(Norm):
     """Divides by the root mean square and multiplies with `1 + scale`: Gemma's norm.
 
@@ -82,6 +96,7 @@ class LayerNorm(Norm):
 
 NORMS: dict[str, type[Norm]] = {
     "rms": RMSNorm,
+    "rms_wide": WideRMSNorm,
     "rms_offset": OffsetRMSNorm,
     "layer": LayerNorm,
 }

@@ -74,6 +74,19 @@ def _set_child(parent: nnx.Module, name: object, child: nnx.Module) -> None:
         setattr(parent, str(name), child)
 
 
+def is_quantized(layer: nnx.Module) -> bool:
+    """Says whether qwix has quantised the layer's kernel."""
+    kernel = vars(layer).get("kernel")
+    return type(kernel).__module__.partition(".")[0] == "qwix"
+
+
+def dequantized_kernel(layer: nnx.Module) -> jax.Array:
+    """Returns a quantised layer's kernel as floats, read from its stored values."""
+    import qwix
+
+    return qwix.dequantize(vars(layer)["kernel"].value)
+
+
 def dequantized(layer: nnx.Linear) -> jax.Array:
     """Returns the float `(d_in, d_out)` kernel that a quantised layer multiplies by."""
     identity = jnp.eye(layer.in_features, dtype=jnp.float32)

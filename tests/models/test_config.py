@@ -46,7 +46,7 @@ def test_families_differ_in_what_they_leave_out():
         }
     ).qkv_bias
     qwen3 = read(**QWEN3, num_key_value_heads=2)
-    assert (qwen3.head_dim, qwen3.qk_norm, qwen3.qkv_bias) == (128, True, False)
+    assert (qwen3.head_dim, qwen3.qk_norm, qwen3.qkv_bias) == (128, "head", False)
 
 
 LLAMA3 = {
