@@ -146,7 +146,9 @@ def room_for(bank: Bank, sites: Sites, packed: Packed) -> Bank:
         {
             name: arrays
             | {
-                key: _enlarged(arrays.get(key), bank.num_slots, spec)
+                key: _enlarged(
+                    arrays.get(key), _zeros(spec, bank.num_slots, bank.slot_axis(name))
+                )
                 for key, spec in wanted.get(name, {}).items()
             }
             for name, arrays in bank.arrays.items()
@@ -155,10 +157,7 @@ def room_for(bank: Bank, sites: Sites, packed: Packed) -> Bank:
     )
 
 
-def _enlarged(
-    array: jax.Array | None, slots: int, spec: jax.ShapeDtypeStruct
-) -> jax.Array:
-    empty = jnp.zeros((slots, *spec.shape), spec.dtype)
+def _enlarged(array: jax.Array | None, empty: jax.Array) -> jax.Array:
     if array is None:
         return empty
     larger = jnp.maximum(jnp.array(array.shape), jnp.array(empty.shape)).tolist()

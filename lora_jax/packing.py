@@ -17,6 +17,7 @@ from lora_jax.adapters import (
     TokenRows,
     match_modules,
 )
+from lora_jax.adapters.expert_layout import expert_paths
 from lora_jax.adapters.overflow import value_overflows
 from lora_jax.basecopies import base_copy_faults
 from lora_jax.errors import AdapterError, faults
@@ -66,11 +67,10 @@ def pack(adapter: Adapter, sites: Sites, dtype: np.dtype) -> Packed:
         or rank its site cannot hold, every value that `dtype` cannot hold, and every
         base layer that is not the one that the file has a copy of.
     """
-    known = {*sites.targets, *sites.left_out}
-    found, unknown = match_modules(adapter.parts, known)
+    found, unknown, problems = _match(adapter, sites)
     matched = {m: name for m, name in found.items() if name in sites.targets}
     left_out = {m: sites.left_out[n] for m, n in found.items() if m not in matched}
-    problems = _unknown_modules(unknown, sites, len(adapter.parts))
+    problems += _unknown_modules(unknown, sites, len(adapter.parts))
     grouped: Grouped = {}
     for module, name in matched.items():
         target = sites.targets[name]
@@ -101,6 +101,39 @@ def pack(adapter: Adapter, sites: Sites, dtype: np.dtype) -> Packed:
     return Packed(adapter.name, packed, placed, left_out, domains)
 
 
+def _match(
+    adapter: Adapter, sites: Sites
+) -> tuple[dict[str, str], list[str], list[str]]:
+    """Returns module -> the model's name for it, modules without one, and faults."""
+    known = {*sites.targets, *sites.left_out}
+    paths = {m: expert_paths(m, part) for m, part in adapter.parts.items()}
+    names, _ = match_modules({p for some in paths.values() for p in some}, known)
+    found, unknown, problems = {}, [], []
+    for module, candidates in paths.items():
+        here = [path for path in candidates if path in names]
+        if len(candidates) > 1 and here:
+            fits = [p for p in here if _fits(adapter.parts[module], names[p], sites)]
+            if len(fits) != 1:
+                shapes = " and ".join(path.rpartition(".")[2] for path in fits)
+                problems.append(
+                    f"{module}: target_parameters does not name it, and its shapes fit "
+                    f"{shapes or 'no parameter here'}; add target_parameters to "
+                    "adapter_config.json."
+                )
+                continue
+            here = fits
+        if here:
+            found[module] = names[here[0]]
+        else:
+            unknown.append(module)
+    return found, unknown, problems
+
+
+def _fits(part: AdapterPart, name: str, sites: Sites) -> bool:
+    target = sites.targets.get(name)
+    return target is None or not sites[target.site].faults(target.part, part)
+
+
 Grouped = dict[tuple[str, int | None], dict[PartKey, AdapterPart]]
 """(site, layer of a stack or None) -> part -> weights."""
 
@@ -109,7 +142,7 @@ def _pack_sites(grouped: Grouped, sites: Sites, dtype: np.dtype) -> dict[str, Ho
     packed: dict[str, HostSlot] = {}
     stacks: dict[str, dict[int, HostSlot]] = {}
     for (name, layer), parts in grouped.items():
-        slot = sites[name].pack(parts, dtype)
+        slot = sites[name].pack(parts, dtype, layer=layer)
         if layer is None:
             packed[name] = slot
         else:

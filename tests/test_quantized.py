@@ -75,15 +75,29 @@ def test_the_quantised_kernel_is_small():
     assert kinds == {"int8", "float32"}
 
 
-def test_dora_on_a_quantised_layer_is_refused():
+@pytest.mark.parametrize("kind", ["int8", "int4", "nf4"])
+def test_dora_takes_its_norm_from_the_dequantised_kernel(kind):
     model = tiny_model()
-    quantize(model, "int8")
-    manager = LRUCacheLoRAModelManager(model, LoRAConfig(max_lora_rank=8))
-    name = "model.layers.0.mlp.down_proj"
+    quantize(model, kind)
+    name = "model.layers.1.mlp.down_proj"
     pair = tiny_adapter("a", 1).parts[name]
-    assert manager.sites[name].faults(0, DoRA(pair, np.ones(32, np.float32))) == [
-        "DoRA needs the base layer's kernel, and this one shows none."
-    ]
+    magnitude = np.linspace(0.5, 2, 32, dtype=np.float32)
+    kernel = np.asarray(dequantized(model.model.layers[1].mlp.down_proj), np.float64)
+    exact = np.asarray(tiny_model().model.layers[1].mlp.down_proj.kernel[...])
+    merged = kernel + pair.scale * (pair.b.astype(np.float64) @ pair.a).T
+    merged *= magnitude / np.linalg.norm(merged, axis=0)
+    manager = LRUCacheLoRAModelManager(model, LoRAConfig(max_lora_rank=8))
+    adapter = dataclasses.replace(
+        tiny_adapter("a", 1), id=1, parts={name: DoRA(pair, magnitude)}
+    )
+    manager.add_adapter(adapter)
+    manager.activate_adapter(1)
+    manager.set_adapter_mapping(LoRAMapping([1, 0, 1], [1]))
+    x = np.random.default_rng(0).normal(size=(3, len(kernel))).astype(np.float32)
+    got = np.asarray(model.model.layers[1].mlp.down_proj(jnp.asarray(x)))
+    assert np.abs(x @ (kernel - exact)).max() > 1e-3
+    np.testing.assert_allclose(got[[0, 2]], x[[0, 2]] @ merged, atol=1e-5)
+    np.testing.assert_allclose(got[1], x[1] @ kernel, atol=1e-5)
 
 
 def test_a_model_without_linear_layers_is_refused():

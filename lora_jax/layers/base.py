@@ -30,6 +30,11 @@ PartKey = int | tuple[int, ...] | None
 all of it. Only the layer itself reads it."""
 
 
+def zero(*shape: int) -> np.ndarray:
+    """Returns zeros that take no memory."""
+    return np.broadcast_to(np.float32(0), shape)
+
+
 class LoRASlots(nnx.Variable):
     """All slots of one layer: `{array name: (slots, *slot shape)}`."""
 
@@ -54,6 +59,8 @@ class Shape:
       kernel_in_order: whether the base kernel's axes are the input's, then the
         output's, so that it is `(d_in, d_out)` when flattened.
       groups: `(name, parts)` of each further name for some of the parts.
+      experts: how many such layers the module holds, one for each expert; its parts
+        are then named by `groups` alone.
     """
 
     d_in: int
@@ -62,11 +69,23 @@ class Shape:
     out_axes: tuple[int, ...] = (-1,)
     kernel_in_order: bool = True
     groups: tuple[tuple[str, PartKey], ...] = ()
+    experts: int = 0
 
     @property
     def size(self) -> int:
         """Number of weights of the layer's kernel."""
-        return self.d_in * sum(width for _, width in self.parts)
+        one = self.d_in * sum(width for _, width in self.parts)
+        return max(self.experts, 1) * one
+
+    @property
+    def names(self) -> dict[str, PartKey]:
+        """The parts by every name that stands in the place of the layer's own."""
+        if self.experts:
+            return dict(self.groups)
+        if len(self.parts) == 1:
+            return {}
+        children = {child: part for part, (child, _) in enumerate(self.parts)}
+        return {**dict(self.groups), **children}
 
 
 @dataclass(frozen=True)
@@ -149,10 +168,29 @@ class LoRALayer(nnx.Module):
         """Returns why `weights` cannot sit at `part`."""
         raise NotImplementedError
 
+    def zeros(self, part: PartKey, rank: int) -> AdapterPart | None:
+        """Returns an update of zeros, in views that take no memory.
+
+        None if the layer takes no low-rank update at `part`, or one for more than it.
+        """
+        raise NotImplementedError
+
     def overlap(self, first: PartKey, second: PartKey) -> bool:
         """Says whether two parts share a place, so that only one can be adapted."""
         raise NotImplementedError
 
-    def pack(self, weights: Mapping[PartKey, AdapterPart], dtype: np.dtype) -> HostSlot:
-        """Returns the host arrays of one slot; `faults` has found nothing before."""
+    def pack(
+        self,
+        weights: Mapping[PartKey, AdapterPart],
+        dtype: np.dtype,
+        *,
+        layer: int | None = None,
+    ) -> HostSlot:
+        """Returns the host arrays of one slot; `faults` has found nothing before.
+
+        Args:
+          weights: what the adapter has for the site, by part.
+          dtype: of the factors.
+          layer: which layer of a stack; the arrays have no layer axis either way.
+        """
         raise NotImplementedError

@@ -94,11 +94,17 @@ class LoRAClassifier(LoRALinear):
             )
         return found
 
-    def pack(self, weights: Mapping[PartKey, AdapterPart], dtype: np.dtype) -> HostSlot:
+    def pack(
+        self,
+        weights: Mapping[PartKey, AdapterPart],
+        dtype: np.dtype,
+        *,
+        layer: int | None = None,
+    ) -> HostSlot:
         """Returns one slot's host arrays at this adapter's own number of labels."""
         (weight,) = weights.values()
         if not isinstance(weight, FullModule):
-            return super().pack(weights, dtype)
+            return super().pack(weights, dtype, layer=layer)
         labels = weight.weight.shape[0]
         bias = np.zeros(labels) if weight.bias is None else weight.bias
         return {

@@ -24,7 +24,7 @@ from lora_jax.adapters import (
     FullModule,
     TokenRows,
 )
-from lora_jax.layers.base import HostSlot, LoRALayer, PartKey, Shape, SlotSpec
+from lora_jax.layers.base import HostSlot, LoRALayer, PartKey, Shape, SlotSpec, zero
 from lora_jax.layers.extras import GAIN, apply_extras, gain_of
 from lora_jax.layers.linear import check_rows
 from lora_jax.layers.rows import pack_rows, replaced_rows, rows_faults, rows_spec
@@ -72,6 +72,12 @@ class LoRAEmbed(LoRALayer):
             return {key: jax.ShapeDtypeStruct(shapes[key], values.dtype)}
         return rows_spec(key, values, site.d_in)
 
+    def zeros(self, part: PartKey, rank: int) -> AdapterPart | None:
+        """Returns an update of the whole table."""
+        site = self.lora_site
+        pair = EmbeddingLowRank(zero(rank, site.d_in), zero(site.d_out, rank), 1.0)
+        return None if self.faults(part, pair) else pair
+
     def overlap(self, first: PartKey, second: PartKey) -> bool:
         """Says that two changes of one table always share a place."""
         return True
@@ -102,7 +108,13 @@ class LoRAEmbed(LoRALayer):
             )
         return found
 
-    def pack(self, weights: Mapping[PartKey, AdapterPart], dtype: np.dtype) -> HostSlot:
+    def pack(
+        self,
+        weights: Mapping[PartKey, AdapterPart],
+        dtype: np.dtype,
+        *,
+        layer: int | None = None,
+    ) -> HostSlot:
         """Returns one slot's host arrays at this adapter's own rank."""
         (weight,) = weights.values()
         if isinstance(weight, TokenRows | FullModule):

@@ -76,9 +76,15 @@ class LoRAHead(LoRALinear):
             return found
         return super().faults(part, weights)
 
-    def pack(self, weights: Mapping[PartKey, AdapterPart], dtype: np.dtype) -> HostSlot:
+    def pack(
+        self,
+        weights: Mapping[PartKey, AdapterPart],
+        dtype: np.dtype,
+        *,
+        layer: int | None = None,
+    ) -> HostSlot:
         """Returns one slot's host arrays at this adapter's own rank."""
         (weight,) = weights.values()
         if isinstance(weight, TokenRows | FullModule):
             return {"rank": np.zeros(1, np.int32)} | pack_rows(weight, dtype)
-        return super().pack(weights, dtype)
+        return super().pack(weights, dtype, layer=layer)

@@ -20,7 +20,21 @@ from flax import nnx
 
 from lora_jax.adapters import AdapterPart, DoRA, LowRank, ReplacedBias
 from lora_jax.adapters.parts import nested
-from lora_jax.layers.base import HostSlot, LoRALayer, PartKey, Shape, Site, SlotSpec
+from lora_jax.layers.base import (
+    HostSlot,
+    LoRALayer,
+    PartKey,
+    Shape,
+    Site,
+    SlotSpec,
+    zero,
+)
+from lora_jax.layers.baseweights import (
+    base_bias,
+    host_bias,
+    host_kernel,
+    shows_kernel,
+)
 from lora_jax.layers.extras import (
     BIAS,
     GAIN,
@@ -69,9 +83,18 @@ class LoRALinear(LoRALayer):
 
     def extra_spec(self, key: str, values: np.ndarray) -> SlotSpec:
         """Returns the float32 bias or gain of one output row."""
-        row = jax.ShapeDtypeStruct((self.lora_site.d_out,), jnp.float32)
-        plain = self.lora_site.layers is None
-        return {key: row} if plain and key in (BIAS, GAIN) else {}
+        site = self.lora_site
+        stack = () if site.layers is None else (site.layers,)
+        row = jax.ShapeDtypeStruct((*stack, site.d_out), jnp.float32)
+        return {key: row} if key in (BIAS, GAIN) else {}
+
+    def zeros(self, part: PartKey, rank: int) -> AdapterPart | None:
+        """Returns a pair for one part; None for several."""
+        if not isinstance(part, int):
+            return None
+        width = self.lora_site.part_widths[part]
+        pair = LowRank(zero(rank, self.lora_site.d_in), zero(width, rank), 1.0)
+        return None if self.faults(part, pair) else pair
 
     def overlap(self, first: PartKey, second: PartKey) -> bool:
         """Says whether the two have an output column in common."""
@@ -83,9 +106,6 @@ class LoRALinear(LoRALayer):
         site = self.lora_site
         d_out = len(_columns(site, part))
         pair = pair_of(weights)
-        if site.layers is not None and pair is not weights:
-            kind = type(weights).__name__
-            return [f"a {kind} cannot be served by stacked layers; LowRank pairs can."]
         if pair is None:
             return _bias_faults(weights, d_out)
         rank, d_in = pair.a.shape
@@ -102,11 +122,17 @@ class LoRALinear(LoRALayer):
                 "raise max_lora_rank or retrain."
             )
         is_dora = any(isinstance(inner, DoRA) for inner in nested(weights))
-        if is_dora and base_kernel(self) is None:
+        if is_dora and not shows_kernel(self):
             found.append("DoRA needs the base layer's kernel, and this one shows none.")
         return found
 
-    def pack(self, weights: Mapping[PartKey, AdapterPart], dtype: np.dtype) -> HostSlot:
+    def pack(
+        self,
+        weights: Mapping[PartKey, AdapterPart],
+        dtype: np.dtype,
+        *,
+        layer: int | None = None,
+    ) -> HostSlot:
         """Returns one slot's host arrays at this adapter's own largest rank.
 
         A pair for several parts lends its A to each of them and its B rows to the part
@@ -124,7 +150,7 @@ class LoRALinear(LoRALayer):
             b[: pair.rank, _columns(site, part)] = pair.b.T
             scale[part], ranks[part] = pair.scale, pair.rank
         slot = {"a": a, "b": b, "scale": scale, "rank": ranks}
-        return slot | _pack_extras(self, weights)
+        return slot | _pack_extras(self, weights, layer)
 
 
 def add_delta(
@@ -193,24 +219,6 @@ def describe_fused(layer: FusedLinear, name: str) -> Shape:
     return Shape(layer.in_features, layer.parts)
 
 
-def base_bias(layer: nnx.Module) -> jax.Array | None:
-    """Returns the base layer's flattened bias, if it has one."""
-    bias = vars(layer).get("bias")
-    return None if bias is None else bias[...].reshape(-1)
-
-
-def base_kernel(layer: LoRALayer) -> np.ndarray | None:
-    """Returns the base layer's `(d_in, d_out)` kernel on the host, None if unknown.
-
-    None where the kernel's axes are not the contracted ones followed by the others.
-    """
-    kernel = vars(layer).get("kernel")
-    shape = layer.lora_site.shape
-    if not (shape.kernel_in_order and isinstance(kernel, nnx.Param)):
-        return None
-    return np.asarray(kernel[...]).reshape(shape.d_in, -1)
-
-
 def _numbers(part: PartKey, parts: int) -> tuple[int, ...]:
     """The parts that a key means, in the order of its B rows."""
     if part is None:
@@ -238,17 +246,16 @@ def _per_part(site: Site, weights: Mapping[PartKey, AdapterPart]) -> dict[int, L
     return by_part
 
 
-def _pack_extras(layer: LoRALayer, weights: Mapping[PartKey, AdapterPart]) -> HostSlot:
-    own_bias = base_bias(layer)
-    base = None if own_bias is None else np.asarray(own_bias)
+def _pack_extras(
+    layer: LoRALayer, weights: Mapping[PartKey, AdapterPart], number: int | None
+) -> HostSlot:
+    base = host_bias(layer, number)
     packed: HostSlot = {}
     for part, weight in weights.items():
         own = _columns(layer.lora_site, part)
         rows = {BIAS: bias_of(weight, None if base is None else base[own])}
         if any(isinstance(inner, DoRA) for inner in nested(weight)):
-            kernel = base_kernel(layer)
-            assert kernel is not None, "faults() refuses DoRA without a kernel"
-            rows[GAIN] = gain_of(weight, kernel[:, own])
+            rows[GAIN] = gain_of(weight, host_kernel(layer, number)[:, own])
         for key, row in rows.items():
             if row is not None:
                 empty = np.zeros(layer.lora_site.d_out, np.float32)

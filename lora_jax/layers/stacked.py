@@ -62,12 +62,12 @@ def numbered(path: str, prefix: str, layer: int) -> str:
 def stack_hosts(packed: Mapping[int, HostSlot], layers: int) -> HostSlot:
     """Returns the host arrays of a stacked site from those of its layers.
 
-    Layers that the adapter leaves alone are zeros; the others are corners of the rank
-    that the largest of them has.
+    Layers that the adapter leaves alone are zeros, as are the biases and gains that
+    only other layers bring; the rest are corners of the rank that the largest has.
     """
     stacked: HostSlot = {}
-    for key in next(iter(packed.values())):
-        arrays = {layer: arrays[key] for layer, arrays in packed.items()}
+    for key in dict.fromkeys(key for slot in packed.values() for key in slot):
+        arrays = {layer: slot[key] for layer, slot in packed.items() if key in slot}
         shapes = [array.shape for array in arrays.values()]
         corner = tuple(max(sizes) for sizes in zip(*shapes, strict=True))
         first = next(iter(arrays.values()))

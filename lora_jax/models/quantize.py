@@ -84,7 +84,7 @@ def dequantized_kernel(layer: nnx.Module) -> jax.Array:
     """Returns a quantised layer's kernel as floats, read from its stored values."""
     import qwix
 
-    return qwix.dequantize(vars(layer)["kernel"].value)
+    return qwix.dequantize(vars(layer)["kernel"].array)
 
 
 def dequantized(layer: nnx.Linear) -> jax.Array:

@@ -6,7 +6,7 @@ import pytest
 from flax import nnx
 
 from lora_jax import LoRAConfig, LoRAMapping, LoRAModelManager
-from lora_jax.adapters import LoRABias, LowRank, adapter_from_tensors
+from lora_jax.adapters import adapter_from_tensors
 from lora_jax.forward import forward, split
 from lora_jax.layers.stacked import stacked_prefix
 
@@ -131,15 +131,6 @@ def test_a_reused_slot_keeps_nothing_in_any_layer():
 
 def test_the_stack_is_the_outermost_module_with_the_layers_first():
     assert stacked_prefix(Stacked(), "blocks.up", LAYERS) == "blocks"
-
-
-def test_other_kinds_on_stacked_layers_are_refused():
-    _, manager = _served()
-    pair = LowRank(np.ones((1, WIDTH), "f4"), np.ones((HIDDEN, 1), "f4"), 1.0)
-    part = LoRABias(pair, np.ones(HIDDEN, "f4"))
-    assert manager.sites["blocks.up"].faults(0, part) == [
-        "a LoRABias cannot be served by stacked layers; LowRank pairs can."
-    ]
 
 
 @pytest.mark.parametrize("name", ["blocks.3.up", "blocks.up"])
