@@ -45,6 +45,31 @@ def expected(arrays: Arrays, part_widths: tuple[int, ...]) -> np.ndarray:
     return out
 
 
+def expected_gradients(
+    arrays: Arrays, widths: tuple[int, ...]
+) -> tuple[np.ndarray, ...]:
+    """Returns dx, da, db, dscale, dweight in float64; `arrays.y` is the cotangent."""
+    x, g, a, b, scale, weight = (
+        getattr(arrays, name).astype(np.float64)
+        for name in ("x", "y", "a", "b", "scale", "weight")
+    )
+    dx, da, db, dscale, dweight = map(np.zeros_like, (x, a, b, scale, weight))
+    stops = np.cumsum(widths)
+    for slot in range(a.shape[0]):
+        rows = np.flatnonzero(arrays.slot == slot)
+        for part, (width, stop) in enumerate(zip(widths, stops, strict=True)):
+            columns, rank = slice(stop - width, stop), arrays.rank[slot, part]
+            own_a, own_b = a[slot, part, :rank], b[slot, :rank, columns]
+            u, v = x[rows] @ own_a.T, g[rows][:, columns] @ own_b.T
+            factor = (scale[slot, part] * weight[rows])[:, None]
+            dx[rows] += (v * factor) @ own_a
+            da[slot, part, :rank] = (v * factor).T @ x[rows]
+            db[slot, :rank, columns] = (u * factor).T @ g[rows][:, columns]
+            dscale[slot, part] = (u * v).sum(axis=1) @ weight[rows]
+            dweight[rows] += (u * v).sum(axis=1) * scale[slot, part]
+    return dx, da, db, dscale, dweight
+
+
 def call_arguments(
     arrays: Arrays, part_widths: tuple[int, ...]
 ) -> tuple[tuple[jax.Array, ...], dict[str, object]]:

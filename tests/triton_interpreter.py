@@ -7,21 +7,23 @@ one program after another. Memory that a kernel must write is NaN beforehand.
 
 import multiprocessing
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import ml_dtypes
 import numpy as np
 
 from delta_cases import call_arguments
 from lora_kernels.gpu_targets import Gpu
-from lora_kernels.lora_delta.specs import Arrays
 
 GPU = Gpu(compute_capability=90, num_sms=4)
 """A Hopper with few programs at a time, so each does several pieces of work."""
 
 MODULES = "lora_kernels.lora_delta"
+
+Arguments = Callable[..., tuple[tuple, dict]]
 
 
 @contextmanager
@@ -32,14 +34,29 @@ def interpreter() -> Iterator[ProcessPoolExecutor]:
         yield process
 
 
-def forward(module: str, arrays: Arrays, widths: tuple[int, ...]) -> np.ndarray:
-    """What a backend's `lora_delta` returns on `GPU`."""
-    return np.asarray(_called(module, "lora_delta", arrays, widths))
+def forward(
+    module: str,
+    arrays: NamedTuple,
+    widths: tuple[int, ...],
+    arguments: Arguments = call_arguments,
+) -> np.ndarray:
+    """What a backend's `lora_delta` returns on `GPU`.
+
+    Args:
+      arguments: makes positional and keyword arguments of `arrays` and `widths`.
+    """
+    call = arguments(arrays, widths)
+    return np.asarray(_called(module, "lora_delta", *call))
 
 
-def backward(arrays: Arrays, widths: tuple[int, ...]) -> list[np.ndarray]:
+def backward(
+    arrays: NamedTuple,
+    widths: tuple[int, ...],
+    arguments: Arguments = call_arguments,
+) -> list[np.ndarray]:
     """What `lora_delta_backward` returns; `arrays.y` is the cotangent."""
-    results = _called("triton_backward", "lora_delta_backward", arrays, widths)
+    call = arguments(arrays, widths)
+    results = _called("triton_backward", "lora_delta_backward", *call)
     return [np.asarray(result) for result in results]
 
 
@@ -47,7 +64,7 @@ def _prepare() -> None:
     os.environ |= {"TRITON_INTERPRET": "1", "JAX_PLATFORMS": "cpu"}
 
 
-def _called(module: str, function: str, arrays: Arrays, widths: tuple[int, ...]):
+def _called(module: str, function: str, positional: tuple, keywords: dict):
     import importlib
 
     from lora_kernels.gpu_targets import building_for
@@ -57,7 +74,6 @@ def _called(module: str, function: str, arrays: Arrays, widths: tuple[int, ...])
         _mend_interpreter()
         triton_launch.run = _interpreted
     implementation = getattr(importlib.import_module(f"{MODULES}.{module}"), function)
-    positional, keywords = call_arguments(arrays, widths)
     with building_for(GPU):
         return implementation(*positional, **keywords)
 

@@ -103,6 +103,7 @@ def lora_delta(
         x, y, a, b, scale=scale, rank=rank, routing=routing, part_widths=part_widths
     )
     return delta_of_rows(
+        backends_to_try(implementation),
         x,
         y,
         a,
@@ -111,11 +112,19 @@ def lora_delta(
         rank=rank,
         routing=routing,
         part_widths=part_widths,
-        implementation=implementation,
     )
 
 
+def backends_to_try(
+    implementation: Implementation, *, op: str = "lora_delta"
+) -> tuple[str, ...]:
+    """Returns names of `IMPLEMENTATIONS`, first to last; `op` is what an error says."""
+    default = DEFAULT_ORDER.get(jax.default_backend(), ("xla",))
+    return names_to_try(implementation, default=default, table=IMPLEMENTATIONS, op=op)
+
+
 def delta_of_rows(
+    names: tuple[str, ...],
     x: Float[Array, "rows d_in"],
     y: Float[Array, "tokens d_out"],
     a: Float[Array, "slots parts max_rank d_in"],
@@ -125,10 +134,13 @@ def delta_of_rows(
     rank: Int32[Array, "slots parts"],
     routing: Routing,
     part_widths: tuple[int, ...],
-    implementation: Implementation = None,
 ) -> Float[Array, "tokens d_out"]:
-    """`lora_delta` of checked arguments, whose x may have a row for several tokens."""
-    names = _names_to_try(implementation)
+    """`lora_delta` of checked arguments, whose x may have a row for several tokens.
+
+    Args:
+      names: of `backends_to_try`.
+      x: row `t // (tokens / rows)` is the input of token t.
+    """
     arrays = map(jnp.asarray, (x, y, a, b, scale, routing.weight))
     return _compiled(names, part_widths, *arrays, (jnp.asarray(rank), routing))
 
@@ -157,6 +169,7 @@ def which_implementation(
         x, y, a, b, scale=scale, rank=rank, routing=routing, part_widths=part_widths
     )
     return choice_of_rows(
+        backends_to_try(implementation),
         x,
         y,
         a,
@@ -165,11 +178,11 @@ def which_implementation(
         rank=rank,
         routing=routing,
         part_widths=part_widths,
-        implementation=implementation,
     )
 
 
 def choice_of_rows(
+    names: tuple[str, ...],
     x: Array | jax.ShapeDtypeStruct,
     y: Array | jax.ShapeDtypeStruct,
     a: Array | jax.ShapeDtypeStruct,
@@ -179,10 +192,8 @@ def choice_of_rows(
     rank: Array | jax.ShapeDtypeStruct,
     routing: Routing,
     part_widths: tuple[int, ...],
-    implementation: Implementation = None,
 ) -> Choice:
     """`which_implementation` for `delta_of_rows`."""
-    names = _names_to_try(implementation)
     choices: list[Choice] = []
 
     def traced(
@@ -200,11 +211,6 @@ def choice_of_rows(
 
     jax.eval_shape(traced, x, y, a, b, scale, rank, routing)
     return choices[0]
-
-
-def _names_to_try(implementation: Implementation) -> tuple[str, ...]:
-    default = DEFAULT_ORDER.get(jax.default_backend(), ("xla",))
-    return names_to_try(implementation, default=default, table=IMPLEMENTATIONS)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

@@ -60,6 +60,8 @@ def lora_delta_backward(
     Rows of other slots are selected to 0 before a sum over rows meets them, and rank
     tails are selected to 0 after it: a NaN stays in its own row and its own slot.
     """
+    if 0 in (*x.shape, *g.shape, a.shape[2]):
+        return Gradients(*map(jnp.zeros_like, (x, a, b, scale, routing.weight)))
     site = Site(a, b, scale, rank, part_widths)
     tokens, slots = g.shape[0], a.shape[0]
     shared = tokens_per_row(x, routing)

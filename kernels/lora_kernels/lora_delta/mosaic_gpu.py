@@ -11,7 +11,9 @@ from jaxtyping import Array, Float, Int32
 
 from lora_kernels.gpu_targets import current_gpu
 from lora_kernels.lora_delta.mosaic_kernels import BLOCK_K, PIECE, M, expand, shrink
-from lora_kernels.lora_delta.tiles import DECODE_TOKENS
+from lora_kernels.lora_delta.site import tokens_per_row
+from lora_kernels.lora_delta.tiles import is_fused
+from lora_kernels.lora_delta.xla_forms import item_of_row
 from lora_kernels.routing import Routing, max_work_items, work_list
 
 HOPPER = 90
@@ -21,8 +23,12 @@ BLOCK_N = (128, 64)
 """Columns of an output tile: the first that divides every part's width."""
 
 
+COPY_BYTES = 2**30
+"""Most bytes of the rows that XLA gathers, padded to row tiles: x and the update."""
+
+
 def lora_delta(
-    x: Float[Array, "tokens d_in"],
+    x: Float[Array, "rows d_in"],
     y: Float[Array, "tokens d_out"],
     a: Float[Array, "slots parts max_rank d_in"],
     b: Float[Array, "slots max_rank d_out"],
@@ -36,13 +42,16 @@ def lora_delta(
     if 0 in (*x.shape, *y.shape, a.shape[2]):
         return y
     block_n = _checked_block_n(x, a, b, part_widths)
-    rows = PIECE if x.shape[0] <= DECODE_TOKENS else M
-    length = max_work_items(x.shape[0], a.shape[0], rows)
+    tokens, slots = y.shape[0], a.shape[0]
+    rows = PIECE if is_fused(tokens=tokens, slots=slots) else M
+    length = max_work_items(tokens, slots, rows)
+    _check_copies(length * rows, x, y)
     item_slot, start, stop, _ = work_list(routing.starts, length, rows)
     position = start[:, None] + jnp.arange(rows, dtype=jnp.int32)[None, :]
     live = position < stop[:, None]  # [items, rows]
-    token = routing.order[jnp.minimum(position, x.shape[0] - 1)]
-    x_items = jnp.where(live[:, :, None], x[token], 0).swapaxes(1, 2)
+    token = routing.order[jnp.minimum(position, tokens - 1)]
+    x_row = token // tokens_per_row(x, routing)
+    x_items = jnp.where(live[:, :, None], x[x_row], 0).swapaxes(1, 2)
     rank = rank.astype(jnp.int32)
     h = shrink(x_items, a, item_slot, rank)
 
@@ -58,26 +67,25 @@ def lora_delta(
     tiles = [width // block_n for width in part_widths]
     part_of_tile = jnp.asarray(np.repeat(np.arange(len(tiles)), tiles), jnp.int32)
     delta = expand(high, low, b, item_slot, rank, part_of_tile, rows=rows)
-    return _added(y, delta, start, item_slot, routing)
-
-
-def _added(
-    y: Float[Array, "tokens d_out"],
-    delta: Float[Array, "items rows d_out"],
-    start: Int32[Array, " items"],
-    item_slot: Int32[Array, " items"],
-    routing: Routing,
-) -> Float[Array, "tokens d_out"]:
-    positions = jnp.argsort(routing.order).astype(jnp.int32)
-    before = (start[None, :] <= positions[:, None]) & (item_slot >= 0)[None, :]
-    item = jnp.maximum(before.sum(axis=1, dtype=jnp.int32) - 1, 0)
-    row = jnp.clip(positions - start[item], 0, delta.shape[1] - 1)
-    total = (y.astype(jnp.float32) + delta[item, row]).astype(y.dtype)
+    total = (y.astype(jnp.float32) + delta[item_of_row(routing, rows)]).astype(y.dtype)
     return jnp.where((routing.slot >= 0)[:, None], total, y)
 
 
+def _check_copies(
+    copied_rows: int,
+    x: Float[Array, "rows d_in"],
+    y: Float[Array, "tokens d_out"],
+) -> None:
+    row_bytes = x.shape[1] * x.dtype.itemsize + y.shape[1] * 4
+    if copied_rows * row_bytes > COPY_BYTES:
+        raise NotImplementedError(
+            f"the rows of all work items would be copied to {copied_rows * row_bytes} "
+            f"bytes; at most {COPY_BYTES} are supported"
+        )
+
+
 def _checked_block_n(
-    x: Float[Array, "tokens d_in"],
+    x: Float[Array, "rows d_in"],
     a: Float[Array, "slots parts max_rank d_in"],
     b: Float[Array, "slots max_rank d_out"],
     part_widths: tuple[int, ...],

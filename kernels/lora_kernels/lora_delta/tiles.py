@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from lora_kernels.gpu_targets import Gpu
 
 DECODE_TOKENS = 256
-"""Up to so many rows one fused launch is faster than two; each re-reads A per tile."""
+"""Up to so many rows one fused launch is taken, whatever the number of slots."""
 
 BLOCK_RANK = 16
 """Smallest side of a tensor-core product. A decode row costs its rank, rounded up."""
@@ -19,6 +19,15 @@ UNEVEN_BLOCK_N = 64
 
 SHRINK_BYTES = 32 << 20
 """Bytes of A that the programs of a fused launch may re-read from the L2 cache."""
+
+
+def is_fused(*, tokens: int, slots: int) -> bool:
+    """Returns whether shrink and expand are one launch.
+
+    Its row tiles are small: A and B are read for every few rows of a slot, which is no
+    more than once while rows are few, or slots are many (experts of several adapters).
+    """
+    return tokens <= max(DECODE_TOKENS, slots)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """`lora_delta` as Triton kernels, through jax-triton: Ampere and newer NVIDIA GPUs.
 
-Up to DECODE_TOKENS rows it is one fused launch, above them a shrink and an expand. A
+Few rows (`tiles.is_fused`) are one fused launch, more a shrink and an expand. A
 row alone with its adapter runs on CUDA cores and rows that share one on tensor cores,
 so a row's last bits may depend on whether another row of the batch has its adapter;
 `triton_invariant` does without the first, and a row's bits then depend on the row and
@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int32
 
 from lora_kernels.gpu_targets import current_gpu
 from lora_kernels.lora_delta import triton_launch
-from lora_kernels.lora_delta.tiles import DECODE_TOKENS
+from lora_kernels.lora_delta.tiles import is_fused
 from lora_kernels.lora_delta.triton_forms import (
     Call,
     decode_launch,
@@ -31,7 +31,7 @@ OFFSETS = 2**31
 
 
 def lora_delta(
-    x: Float[Array, "tokens d_in"],
+    x: Float[Array, "rows d_in"],
     y: Float[Array, "tokens d_out"],
     a: Float[Array, "slots parts max_rank d_in"],
     b: Float[Array, "slots max_rank d_out"],
@@ -47,7 +47,7 @@ def lora_delta(
 
 
 def delta(
-    x: Float[Array, "tokens d_in"],
+    x: Float[Array, "rows d_in"],
     y: Float[Array, "tokens d_out"],
     call: Call,
     *,
@@ -56,7 +56,7 @@ def delta(
     """Returns `y` plus the update; items of `vector_rows` rows run on CUDA cores."""
     if 0 in (*x.shape, *y.shape, call.max_rank):
         return y
-    if x.shape[0] <= DECODE_TOKENS:
+    if is_fused(tokens=y.shape[0], slots=call.a.shape[0]):
         launch = decode_launch(x, y, call, vector_rows=vector_rows)
     else:
         (h,) = triton_launch.run(shrink_launch(x, call.a, call))
@@ -65,7 +65,7 @@ def delta(
 
 
 def checked_call(
-    x: Float[Array, "tokens d_in"],
+    x: Float[Array, "rows d_in"],
     y: Float[Array, "tokens d_out"],
     a: Float[Array, "slots parts max_rank d_in"],
     b: Float[Array, "slots max_rank d_out"],

@@ -1,10 +1,12 @@
 """Gradients of `lora_delta` as Triton kernels; the formulas are in `backward`."""
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from lora_kernels.lora_delta import triton_launch
 from lora_kernels.lora_delta.backward import Gradients
+from lora_kernels.lora_delta.site import tokens_per_row
 from lora_kernels.lora_delta.triton import checked_call
 from lora_kernels.lora_delta.triton_forms import (
     Call,
@@ -16,7 +18,7 @@ from lora_kernels.routing import Routing
 
 
 def lora_delta_backward(
-    x: Float[Array, "tokens d_in"],
+    x: Float[Array, "rows d_in"],
     g: Float[Array, "tokens d_out"],
     a: Float[Array, "slots parts max_rank d_in"],
     b: Float[Array, "slots max_rank d_out"],
@@ -36,7 +38,12 @@ def lora_delta_backward(
         raise NotImplementedError("an axis of length 0")
     (u,) = triton_launch.run(shrink_launch(x, a, call))
     (v,) = triton_launch.run(shrink_launch(g, b, call))
-    (dx,) = triton_launch.run(expand_launch(v, jnp.zeros_like(x), a, call))
+    shared = tokens_per_row(x, routing)
+    # What tokens that share a row add to it is summed before it is rounded.
+    dtype = x.dtype if shared == 1 else jnp.float32
+    zeros = jnp.zeros((g.shape[0], x.shape[1]), dtype)
+    (dx,) = triton_launch.run(expand_launch(v, zeros, a, call))
+    dx = dx.reshape(x.shape[0], shared, x.shape[1]).sum(axis=1).astype(x.dtype)
     (da,) = triton_launch.run(grouped_launch(v, x, a, call))
     (db,) = triton_launch.run(grouped_launch(u, g, b, call))
     dscale, dweight = _of_factors(u.sum(axis=0), v.sum(axis=0), call)
@@ -56,6 +63,21 @@ def _of_factors(
     dweight = jnp.sum(uv * call.scale[own], axis=1)
     dweight = jnp.zeros_like(dweight).at[routing.order].set(dweight)
     uv *= routing.weight[routing.order][:, None]
-    mine = slot[:, None] == jnp.arange(call.a.shape[0])[None, :]
-    dscale = jnp.where(mine[:, :, None], uv[:, None, :], 0).sum(axis=0)
-    return dscale, dweight
+    return _sums_of_slots(uv, routing), dweight
+
+
+def _sums_of_slots(
+    rows: Float[Array, "tokens parts"], routing: Routing
+) -> Float[Array, "slots parts"]:
+    # Sums of consecutive rows by a scan: its work does not grow with the slots, and
+    # unlike that of a scatter its order is fixed.
+    def add(
+        left: tuple[Array, Array], right: tuple[Array, Array]
+    ) -> tuple[Array, Array]:
+        same_slot = (left[0] == right[0])[:, None]
+        return right[0], right[1] + jnp.where(same_slot, left[1], 0)
+
+    slot = routing.slot[routing.order]
+    _, sums = jax.lax.associative_scan(add, (slot, rows))
+    last = jnp.maximum(routing.starts[2:] - 1, 0)
+    return jnp.where((routing.counts > 0)[:, None], sums[last], 0)

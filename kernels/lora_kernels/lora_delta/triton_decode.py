@@ -25,7 +25,7 @@ from lora_kernels.lora_delta.triton_rows import add_delta
 @triton.jit
 @no_type_check
 def decode_kernel(
-    x_ptr,  # (tokens, D_IN)
+    x_ptr,  # (tokens / TOKENS_PER_ROW, D_IN)
     y_ptr,  # (tokens, D_OUT): the buffer of out_ptr, through which it is read
     a_ptr,  # (slots, parts, MAX_RANK, D_IN)
     b_ptr,  # (slots, MAX_RANK, D_OUT)
@@ -39,6 +39,7 @@ def decode_kernel(
     item_count_ptr,  # int32 ()
     out_ptr,  # (tokens, D_OUT)
     h_ptr,  # float32 (programs, BLOCK_ROWS, MAX_RANK); unused if BLOCK_RANK >= MAX_RANK
+    TOKENS_PER_ROW: tl.constexpr,  # tokens in turn that share a row of x
     D_IN: tl.constexpr,
     D_OUT: tl.constexpr,
     WIDTHS: tl.constexpr,  # output columns of each part
@@ -86,6 +87,7 @@ def decode_kernel(
                 scale = tl.load(scale_ptr + slot * PARTS + part)
                 add_delta(
                     x_ptr,
+                    tokens // TOKENS_PER_ROW,
                     tokens,
                     rows,
                     a_ptr + (slot * PARTS + part) * (MAX_RANK * D_IN),

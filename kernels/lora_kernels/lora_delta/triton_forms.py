@@ -8,6 +8,7 @@ from jaxtyping import Array, Float, Int32
 
 from lora_kernels.gpu_targets import current_gpu
 from lora_kernels.lora_delta import tiles
+from lora_kernels.lora_delta.site import tokens_per_row
 from lora_kernels.lora_delta.triton_decode import decode_kernel
 from lora_kernels.lora_delta.triton_grouped import grouped_kernel
 from lora_kernels.lora_delta.triton_launch import Launch
@@ -53,7 +54,7 @@ def row_tiles(routing: Routing, block: int) -> tuple[Array, ...]:
 
 
 def decode_launch(
-    x: Float[Array, "tokens d_in"],
+    x: Float[Array, "rows d_in"],
     y: Float[Array, "tokens d_out"],
     call: Call,
     *,
@@ -61,7 +62,7 @@ def decode_launch(
 ) -> Launch:
     """Returns the fused launch; its first output is the new y, in y's memory."""
     problem = tiles.Problem(
-        tokens=x.shape[0],
+        tokens=y.shape[0],
         slots=call.a.shape[0],
         max_rank=call.max_rank,
         d_in=x.shape[1],
@@ -75,6 +76,7 @@ def decode_launch(
     programs = min(items[1].shape[0] * column_tiles, chosen.programs)
     outputs: tuple[jax.ShapeDtypeStruct, ...] = (_like(y),)
     constants = {
+        "TOKENS_PER_ROW": tokens_per_row(x, call.routing),
         "D_IN": x.shape[1],
         "D_OUT": y.shape[1],
         "WIDTHS": call.part_widths,
@@ -117,7 +119,7 @@ def decode_launch(
     )
 
 
-def shrink_launch(x: Float[Array, "tokens d"], w: Array, call: Call) -> Launch:
+def shrink_launch(x: Float[Array, "rows d"], w: Array, call: Call) -> Launch:
     """Returns the launch of `h = x @ w.T`, w being the site's a or b.
 
     Its output is `(splits, tokens, parts * max_rank)` in the sorted order of the rows;
@@ -125,15 +127,16 @@ def shrink_launch(x: Float[Array, "tokens d"], w: Array, call: Call) -> Launch:
     """
     shared = w.ndim == 4
     widths = (x.shape[1],) if shared else call.part_widths
+    tokens = call.routing.slot.shape[0]
     chosen = tiles.shrink_tiles(
-        tokens=x.shape[0],
+        tokens=tokens,
         widths=widths,
         ranks=call.parts * call.max_rank if shared else call.max_rank,
         number_bytes=max(x.dtype.itemsize, w.dtype.itemsize),
         gpu=current_gpu(),
     )
     order, *items = row_tiles(call.routing, chosen.block_rows)
-    shape = (chosen.splits, x.shape[0], call.parts * call.max_rank)
+    shape = (chosen.splits, tokens, call.parts * call.max_rank)
     return Launch(
         kernel=shrink_kernel,
         inputs=(x, w, call.rank, order, *items),
@@ -141,7 +144,8 @@ def shrink_launch(x: Float[Array, "tokens d"], w: Array, call: Call) -> Launch:
         aliases={},
         grid=(items[0].shape[0], chosen.splits, len(widths)),
         constants={
-            "TOKENS": x.shape[0],
+            "TOKENS": tokens,
+            "TOKENS_PER_ROW": tokens_per_row(x, call.routing),
             "X_STRIDE": x.shape[1],
             "WIDTHS": widths,
             "SLOT_STRIDE": w.size // w.shape[0],
@@ -211,7 +215,7 @@ def expand_launch(
 
 def grouped_launch(
     h: Float[Array, "splits tokens ranks"],
-    v: Float[Array, "tokens d"],
+    v: Float[Array, "rows d"],
     w: Array,
     call: Call,
 ) -> Launch:
@@ -219,6 +223,7 @@ def grouped_launch(
     shared = w.ndim == 4
     chosen = tiles.grouped_tiles(max_rank=call.max_rank, number_bytes=v.dtype.itemsize)
     widest = v.shape[1] if shared else max(call.part_widths)
+    column_tiles = -(-widest // chosen.block_n)
     return Launch(
         kernel=grouped_kernel,
         inputs=(
@@ -233,12 +238,12 @@ def grouped_launch(
         outputs=(_like(w),),
         aliases={},
         grid=(
-            -(-widest // chosen.block_n),
+            w.shape[0] * column_tiles,
             call.parts * -(-call.max_rank // chosen.block_rank),
-            w.shape[0],
         ),
         constants={
-            "TOKENS": v.shape[0],
+            "TOKENS": h.shape[1],
+            "TOKENS_PER_ROW": tokens_per_row(v, call.routing),
             "SPLITS": h.shape[0],
             "V_STRIDE": v.shape[1],
             "WIDTHS": call.part_widths,
@@ -248,6 +253,7 @@ def grouped_launch(
             "BLOCK_RANK": chosen.block_rank,
             "BLOCK_ROWS": chosen.block_rows,
             "BLOCK_N": chosen.block_n,
+            "COLUMN_TILES": column_tiles,
             "STAGES": chosen.stages,
         },
         warps=chosen.warps,

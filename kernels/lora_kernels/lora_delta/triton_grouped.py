@@ -19,7 +19,7 @@ from lora_kernels.lora_delta.triton_math import part_columns, product_of_float32
 @no_type_check
 def grouped_kernel(
     h_ptr,  # float32 (SPLITS, tokens, PARTS * MAX_RANK), rows sorted by slot
-    v_ptr,  # (tokens, V_STRIDE)
+    v_ptr,  # (TOKENS / TOKENS_PER_ROW, V_STRIDE)
     scale_ptr,  # float32 (slots, PARTS)
     rank_ptr,  # int32 (slots, PARTS)
     weight_ptr,  # float32 (tokens,)
@@ -27,6 +27,7 @@ def grouped_kernel(
     starts_ptr,  # int32 (slots + 2,)
     out_ptr,  # (slots, PARTS, MAX_RANK, V_STRIDE) if SHARED, else (slots, MAX_RANK, ..)
     TOKENS: tl.constexpr,
+    TOKENS_PER_ROW: tl.constexpr,  # tokens in turn that share a row of v
     SPLITS: tl.constexpr,
     V_STRIDE: tl.constexpr,
     WIDTHS: tl.constexpr,  # columns of each part of v; equal and shared if SHARED
@@ -36,13 +37,14 @@ def grouped_kernel(
     BLOCK_RANK: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    COLUMN_TILES: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Writes one tile of out. Grid: column tiles, parts and rank blocks, slots."""
+    """Writes one tile of out. Grid: slots and column tiles, parts and rank blocks."""
     rank_blocks: tl.constexpr = (MAX_RANK + BLOCK_RANK - 1) // BLOCK_RANK
     part = tl.program_id(1) // rank_blocks
     r = (tl.program_id(1) % rank_blocks) * BLOCK_RANK + tl.arange(0, BLOCK_RANK)
-    slot = tl.program_id(2).to(tl.int64)
+    slot = (tl.program_id(0) // COLUMN_TILES).to(tl.int64)
     if SHARED:
         column = 0
         width = V_STRIDE
@@ -50,7 +52,7 @@ def grouped_kernel(
     else:
         column, width = part_columns(part, WIDTHS)
         out_row = slot * MAX_RANK
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    n = (tl.program_id(0) % COLUMN_TILES) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = n < width
     rank = tl.minimum(tl.load(rank_ptr + slot * PARTS + part), MAX_RANK)
     kept = r < rank
@@ -71,7 +73,8 @@ def grouped_kernel(
         for split in range(1, SPLITS):
             partial = h_ptr + split * (TOKENS * PARTS * MAX_RANK)
             h += tl.load(partial + where, mask=mask, other=0.0)
-        v_tile = token[:, None] * V_STRIDE + n[None, :]
+        v_row = token // TOKENS_PER_ROW
+        v_tile = v_row[:, None] * V_STRIDE + n[None, :]
         v_mask = live[:, None] & inside[None, :]
         v = tl.load(v_ptr + column + v_tile, mask=v_mask, other=0.0)
         total = product_of_float32(h * factor[None, :], v, total)

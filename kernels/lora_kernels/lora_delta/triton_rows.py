@@ -23,8 +23,9 @@ from lora_kernels.lora_delta.triton_math import (
 @triton.jit
 @no_type_check
 def add_delta(
-    x,  # pointer to (tokens, D_IN)
-    tokens,  # the tile's token numbers (BLOCK_ROWS,), of which
+    x,  # pointer to (rows of x, D_IN)
+    x_rows,  # rows of x and
+    tokens,  # token numbers of the tile (BLOCK_ROWS,), of which
     rows,  # so many exist
     a,  # pointer to the part's (rank, D_IN)
     b,  # pointer to the part's (rank, width), stride D_OUT
@@ -57,7 +58,7 @@ def add_delta(
     if BLOCK_RANK >= MAX_RANK:
         h = factor[:, None] * _shrink(
             x,
-            tokens,
+            x_rows,
             rows,
             a,
             rank,
@@ -84,7 +85,7 @@ def add_delta(
             ranks = rank - rank_first
             h = factor[:, None] * _shrink(
                 x,
-                tokens,
+                x_rows,
                 rows,
                 a + rank_first * D_IN,
                 ranks,
@@ -118,7 +119,7 @@ def add_delta(
 @no_type_check
 def _shrink(
     x,
-    tokens,
+    x_rows,
     rows,
     a,
     ranks,
@@ -137,7 +138,7 @@ def _shrink(
     if rows <= VECTOR_ROWS:
         h = tl.zeros([BLOCK_ROWS, BLOCK_RANK], tl.float32)
         for i in range(rows):
-            x_row = x + tl.sum(tl.where(row == i, tokens, 0), axis=0) * D_IN
+            x_row = x + tl.sum(tl.where(row == i, x_rows, 0), axis=0) * D_IN
             one = _shrink_one(
                 x_row, a, ranks, D_IN, BLOCK_RANK, VECTOR_K, EVEN_K, STAGES
             )
@@ -145,7 +146,7 @@ def _shrink(
     else:
         h = _shrink_many(
             x,
-            tokens * D_IN,
+            x_rows * D_IN,
             row < rows,
             a,
             ranks,

@@ -32,7 +32,7 @@ from lora_kernels.lora_delta.triton_math import (
 @triton.jit
 @no_type_check
 def shrink_kernel(
-    x_ptr,  # (tokens, X_STRIDE)
+    x_ptr,  # (TOKENS / TOKENS_PER_ROW, X_STRIDE)
     w_ptr,  # (slots, rows, X_STRIDE)
     rank_ptr,  # int32 (slots, PARTS)
     order_ptr,  # int32 (tokens,)
@@ -42,6 +42,7 @@ def shrink_kernel(
     item_count_ptr,  # int32 ()
     h_ptr,  # float32 (splits, tokens, PARTS * MAX_RANK)
     TOKENS: tl.constexpr,
+    TOKENS_PER_ROW: tl.constexpr,  # tokens in turn that share a row of x
     X_STRIDE: tl.constexpr,
     WIDTHS: tl.constexpr,  # columns of each part; of all parts if SHARED
     SLOT_STRIDE: tl.constexpr,
@@ -70,7 +71,8 @@ def shrink_kernel(
         live = position < stop
         token = tl.load(order_ptr + position, mask=live, other=0)
         k = tl.arange(0, BLOCK_K)
-        x_tile = token[:, None] * X_STRIDE + k[None, :]
+        x_row = token // TOKENS_PER_ROW
+        x_tile = x_row[:, None] * X_STRIDE + k[None, :]
         if SHARED:
             ranks = compact_rank_count(rank_ptr + slot * PARTS, PARTS, MAX_RANK)
         else:

@@ -116,7 +116,7 @@ def batched(
     h = _einsum("nbi,npri->npbr", x_items, site.a[slot], dtype)
     strength = site.scale[slot][:, :, None] * routing.weight[rows][:, None, :]
     h = jnp.where(kept[:, :, None, :], h * strength[..., None], 0).astype(site.b.dtype)
-    item, place = _item_of_row(routing, block)
+    item, place = item_of_row(routing, block)
     delta = [
         _einsum(
             "nbr,nro->nbo",
@@ -129,7 +129,7 @@ def batched(
     return jnp.concatenate(delta, axis=1)
 
 
-def _item_of_row(
+def item_of_row(
     routing: Routing, block: int
 ) -> tuple[Int32[Array, " tokens"], Int32[Array, " tokens"]]:
     """Returns each token's work item and its place there; of base rows, 0 and 0."""

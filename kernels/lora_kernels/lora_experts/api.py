@@ -9,7 +9,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
-from lora_kernels.lora_delta.api import choice_of_rows, delta_of_rows
+from lora_kernels.lora_delta.api import (
+    backends_to_try,
+    choice_of_rows,
+    delta_of_rows,
+)
 from lora_kernels.lora_delta.dispatch import Choice, Implementation
 from lora_kernels.lora_experts.checks import check_arguments
 from lora_kernels.routing import Routing
@@ -66,6 +70,7 @@ def lora_experts(
         x, y, a, b, scale=scale, rank=rank, routing=routing, part_widths=part_widths
     )
     return delta_of_rows(
+        backends_to_try(implementation, op="lora_experts"),
         x,
         y,
         *map(_virtual, (a, b)),
@@ -73,7 +78,6 @@ def lora_experts(
         rank=_virtual(rank),
         routing=routing,
         part_widths=part_widths,
-        implementation=implementation,
     )
 
 
@@ -104,6 +108,7 @@ def which_implementation(
         jax.eval_shape(_virtual, array) for array in (a, b, scale, rank)
     )
     return choice_of_rows(
+        backends_to_try(implementation, op="lora_experts"),
         x,
         y,
         a,
@@ -112,7 +117,6 @@ def which_implementation(
         rank=rank,
         routing=routing,
         part_widths=part_widths,
-        implementation=implementation,
     )
 
 

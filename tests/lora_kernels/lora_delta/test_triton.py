@@ -4,7 +4,14 @@ import numpy as np
 import pytest
 
 import triton_interpreter
-from delta_cases import TOLERANCE, call_arguments, covering_cases, expected, small
+from delta_cases import (
+    TOLERANCE,
+    call_arguments,
+    covering_cases,
+    expected,
+    expected_gradients,
+    small,
+)
 from lora_kernels.gpu_targets import Gpu, building_for
 from lora_kernels.lora_delta.specs import arrays_of
 
@@ -129,28 +136,6 @@ def test_a_row_has_the_same_bits_whatever_else_is_in_the_batch(run, long):
     np.testing.assert_array_equal(out[7], together[7])
 
 
-def gradients_in_float64(arrays, widths):
-    x, g, a, b, scale, weight = (
-        getattr(arrays, name).astype(np.float64)
-        for name in ("x", "y", "a", "b", "scale", "weight")
-    )
-    dx, da, db, dscale, dweight = map(np.zeros_like, (x, a, b, scale, weight))
-    stops = np.cumsum(widths)
-    for slot in range(a.shape[0]):
-        rows = np.flatnonzero(arrays.slot == slot)
-        for part, (width, stop) in enumerate(zip(widths, stops, strict=True)):
-            columns, rank = slice(stop - width, stop), arrays.rank[slot, part]
-            own_a, own_b = a[slot, part, :rank], b[slot, :rank, columns]
-            u, v = x[rows] @ own_a.T, g[rows][:, columns] @ own_b.T
-            factor = (scale[slot, part] * weight[rows])[:, None]
-            dx[rows] += (v * factor) @ own_a
-            da[slot, part, :rank] = (v * factor).T @ x[rows]
-            db[slot, :rank, columns] = (u * factor).T @ g[rows][:, columns]
-            dscale[slot, part] = (u * v).sum(axis=1) @ weight[rows]
-            dweight[rows] += (u * v).sum(axis=1) * scale[slot, part]
-    return dx, da, db, dscale, dweight
-
-
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("max_rank", [8, 40], ids=["one-rank-block", "many"])
 def test_gradients_equal_float64(interpreter, dtype, max_rank):
@@ -161,7 +146,7 @@ def test_gradients_equal_float64(interpreter, dtype, max_rank):
     for name, got, want in zip(
         ("dx", "da", "db", "dscale", "dweight"),
         task.result(),
-        gradients_in_float64(clean, spec.part_widths),
+        expected_gradients(clean, spec.part_widths),
         strict=True,
     ):
         tolerance = TOLERANCE[dtype]["atol"] * np.abs(want).max()
