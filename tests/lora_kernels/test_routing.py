@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lora_kernels import Routing, make_routing
+from lora_kernels import routing as routings
 from lora_kernels.routing import active_groups, max_work_items, work_list
 
 # Recorded from vLLM 0.32, four slots: tokens -> ids, counts, starts, order.
@@ -102,6 +103,36 @@ def test_a_backend_can_list_the_work_for_its_own_tile():
         work_list(routing.starts, items, 4)[:3], _work(narrow), strict=True
     ):
         assert mine.tolist() == wanted.tolist()
+
+
+@pytest.mark.parametrize("comparisons", [0, 1 << 30], ids=["counted", "compared"])
+@pytest.mark.parametrize("block", [1, 16])
+@pytest.mark.parametrize(("tokens", "slots"), [(0, 5), (300, 2), (300, 2000)])
+def test_many_groups_equal_a_sort_by_hand(
+    monkeypatch, tokens, slots, block, comparisons
+):
+    monkeypatch.setattr(routings, "MOST_COMPARISONS", comparisons)
+    slot = np.random.default_rng(0).integers(-1, slots, tokens).astype(np.int32)
+    found = make_routing(jnp.asarray(slot), slots, block=block)
+    inside = np.sort(slot)
+    starts = np.searchsorted(inside, np.arange(-1, slots + 1))
+    assert found.starts.tolist() == starts.tolist()
+    items = [
+        (owner, first, min(first + block, starts[owner + 2]))
+        for owner in range(slots)
+        for first in range(starts[owner + 1], starts[owner + 2], block)
+    ]
+    used = int(found.work_count)
+    assert list(zip(*(w[:used].tolist() for w in _work(found)), strict=True)) == items
+    assert (np.stack(_work(found))[:, used:].T == [-1, 0, 0]).all()
+
+
+def test_the_work_of_a_routing_does_not_grow_with_rows_times_groups():
+    rows, groups = 16384, 8192
+    slot = jax.ShapeDtypeStruct((rows,), jnp.int32)
+    compiled = jax.jit(make_routing, static_argnums=1).lower(slot, groups).compile()
+    assert compiled.cost_analysis()["flops"] < rows * groups / 10
+    assert compiled.memory_analysis().temp_size_in_bytes < 100 * (rows + groups)
 
 
 @pytest.mark.parametrize("dtype", ["int8", "int32", "uint8", "uint32"])
