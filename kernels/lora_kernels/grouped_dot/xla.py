@@ -33,11 +33,11 @@ def grouped_dot(
 
 
 def loop_block(pairs: int, groups: int) -> int:
-    """Returns the rows of one loop step: near an even share, 1 to 128.
+    """Returns the rows of one loop step: near half of an even share, 1 to 64.
 
     Small steps waste fewer rows, large ones copy a kernel less often.
     """
-    return _power_of_two(pairs // groups, 4 if pairs > 1 else 1, 128)
+    return _power_of_two(pairs // (2 * groups), 4 if pairs > 1 else 1, 64)
 
 
 def batched_block(pairs: int, groups: int) -> int:

@@ -21,8 +21,8 @@ from jaxtyping import Array, Float, Int32
 
 from lora_kernels.routing import Routing, max_work_items, work_list
 
-TILE_BYTES = 1 << 18
-"""Bytes of a kernel that one step of `loop` copies: a quarter of a core's L2 cache."""
+TILE_BYTES = 1 << 21
+"""Bytes of a kernel that one step of `loop` copies: what fits a core's L2 cache."""
 
 GATHERED_BYTES = 256 << 20
 """Bytes of copied kernels that one step of `batched` may hold."""
@@ -52,6 +52,7 @@ def loop(
     _, d_in, d_out = kernel.shape
     dtype = wide_dtype(x, kernel)
     tile = _tile_rows(kernel, dtype)
+    kernel = _as_bits(kernel)
 
     def product(
         rows: Float[Array, "block d_in"], group: Int32[Array, ""]
@@ -61,7 +62,7 @@ def loop(
         ) -> Float[Array, "block d_out"]:
             part = jax.lax.dynamic_slice_in_dim(rows, first, size, 1)
             own = jax.lax.dynamic_slice(kernel, (group, first, 0), (1, size, d_out))[0]
-            return total + _dot(part, own.astype(dtype), 1, 0)
+            return total + _dot(part, _from_bits(own, dtype), 1, 0)
 
         zeros = jnp.zeros((block, d_out), dtype)
         return _over_tiles(d_in, tile, add, zeros)
@@ -80,6 +81,7 @@ def loop_transposed(
     _, d_in, d_out = kernel.shape
     dtype = wide_dtype(g, kernel)
     tile = _tile_rows(kernel, dtype)
+    kernel = _as_bits(kernel)
 
     def product(
         rows: Float[Array, "block d_out"], group: Int32[Array, ""]
@@ -88,7 +90,7 @@ def loop_transposed(
             first: Int32[Array, ""] | int, out: Float[Array, "block d_in"], size: int
         ) -> Float[Array, "block d_in"]:
             own = jax.lax.dynamic_slice(kernel, (group, first, 0), (1, size, d_out))[0]
-            columns = _dot(rows, own.astype(dtype), 1, 1)
+            columns = _dot(rows, _from_bits(own, dtype), 1, 1)
             return jax.lax.dynamic_update_slice_in_dim(out, columns, first, 1)
 
         zeros = jnp.zeros((block, d_in), dtype)
@@ -132,6 +134,21 @@ def _over_tiles(
     carried = jax.lax.fori_loop(0, whole, lambda i, c: step(i * tile, c, tile), carried)
     rest = length - whole * tile
     return step(whole * tile, carried, rest) if rest else carried
+
+
+def _as_bits(kernel: Array) -> Array:
+    # XLA's CPU compiler computes nothing in bfloat16, not even a slice: it would widen
+    # all kernels to float32 before the loop. Integers it slices as they are.
+    if kernel.dtype != jnp.bfloat16:
+        return kernel
+    return jax.lax.bitcast_convert_type(kernel, jnp.uint16)
+
+
+def _from_bits(tile: Array, dtype: jnp.dtype) -> Array:
+    if tile.dtype != jnp.uint16:
+        return tile.astype(dtype)
+    bits = tile.astype(jnp.uint32) << 16
+    return jax.lax.bitcast_convert_type(bits, jnp.float32).astype(dtype)
 
 
 def _tile_rows(kernel: Array, dtype: jnp.dtype) -> int:
