@@ -1,10 +1,10 @@
 """Spellings of one module path by different libraries and versions -> one form.
 
-transformers has nested its models differently over time, and headless classes drop the
-outer name, so one layer is `model.layers.0...`, `layers.0...`,
-`model.language_model.layers.0...` or `language_model.model.layers.0...`. The table
-lists the whole prefixes that are documented; a path under no listed prefix is its own
-form.
+transformers has nested its models differently over time, headless classes drop the
+outer name, and Mixtral's block was renamed; so one layer is `model.layers.0...`,
+`layers.0...`, `model.language_model.layers.0...` or `language_model.model.layers.0...`.
+The table lists the whole prefixes that are documented; a path under no listed prefix is
+its own form.
 """
 
 from collections.abc import Mapping
@@ -62,8 +62,9 @@ def canonical(module: str) -> str:
       'text:layers.0.mlp.up_proj'
     """
     for prefix in TEXT:
-        if module.startswith(prefix) and _is_text(module.removeprefix(prefix)):
-            return "text:" + module.removeprefix(prefix)
+        rest = module.removeprefix(prefix)
+        if module.startswith(prefix) and _is_text(rest):
+            return "text:" + rest.replace(".block_sparse_moe.", ".mlp.", 1)
     for alias, form in _FORMS:
         if module == alias or module.startswith(alias + "."):
             return f"{form}:" + module.removeprefix(alias)

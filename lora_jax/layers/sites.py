@@ -75,12 +75,11 @@ def targets_of(model: nnx.Module, site: Site, paths: list[str]) -> dict[str, Tar
 
 
 def _one_layer(site: Site, paths: list[str]) -> dict[str, Target]:
-    if len(site.parts) == 1:
-        return {path: Target(site.name, 0) for path in paths}
-    reached = {path: Target(site.name, None) for path in paths}
+    names = site.shape.names
+    whole = Target(site.name, None if names else 0)
+    reached = dict.fromkeys(paths, whole)
     for path in paths:
         parent = path.rpartition(".")[0]
-        children = {child: part for part, (child, _) in enumerate(site.parts)}
-        for child, key in {**dict(site.shape.groups), **children}.items():
+        for child, key in names.items():
             reached[f"{parent}.{child}" if parent else child] = Target(site.name, key)
     return reached

@@ -13,6 +13,7 @@ from lora_jax.layers.base import LoRALayer, Shape
 from lora_jax.layers.classifier import LoRAClassifier
 from lora_jax.layers.einsum import describe_einsum, describe_general
 from lora_jax.layers.embed import LoRAEmbed, describe_embed
+from lora_jax.layers.experts import LoRAExperts, describe_experts
 from lora_jax.layers.head import LoRAHead
 from lora_jax.layers.linear import (
     LoRALinear,
@@ -20,6 +21,7 @@ from lora_jax.layers.linear import (
     describe_kernel,
     describe_linear,
 )
+from lora_jax.models.experts import ExpertLinear
 from lora_jax.models.head import TiedHead
 from lora_jax.models.linear import FusedLinear
 
@@ -47,6 +49,7 @@ WRAPPERS: Mapping[type[nnx.Module], Wrapper] = {
     nnx.LinearGeneral: Wrapper("linear", LoRALinear, describe_general),
     nnx.Einsum: Wrapper("einsum", LoRALinear, describe_einsum),
     nnx.Embed: Wrapper("embed", LoRAEmbed, describe_embed),
+    ExpertLinear: Wrapper("experts", LoRAExperts, describe_experts),
 }
 """Most special type first: the first row that the layer is an instance of decides."""
 

@@ -146,7 +146,7 @@ def _candidate(
         shape = wrapper.describe(layer, paths[0].rpartition(".")[2])
     except ModelError as error:
         return _Candidate(paths, layer, wrapper, None, str(error))
-    groups = group_names(shape.parts, packed)
+    groups = shape.groups or group_names(shape.parts, packed)
     named = dataclasses.replace(shape, groups=groups)
     return _Candidate(paths, layer, wrapper, named, "")
 
@@ -184,13 +184,13 @@ def _is_wanted(candidate: _Candidate, target_modules: Sequence[str] | None) -> b
 
 def _hits(candidate: _Candidate, target: str) -> list[str]:
     """Paths that a target names: by a suffix at a dot, whole, or by a fused child."""
-    shape = candidate.shape
-    fused = shape is not None and len(shape.parts) > 1
-    children = dict((*shape.parts, *shape.groups)) if shape and fused else ()
+    children = candidate.shape.names if candidate.shape else {}
+    of_experts = candidate.shape is not None and candidate.shape.experts > 0
 
     def names(path: str) -> list[str]:
         parent, _, last = path.rpartition(".")
-        return [f".{parent}.{name}" for name in (last, *children)]
+        own = [f".{parent}.{name}" for name in (last, *children)]
+        return [*own, f".{parent}"] if of_experts else own
 
     return [
         path
@@ -215,7 +215,7 @@ def _check_targets(
             f"{path} ({type(candidate.layer).__name__}) matches {target!r} but cannot "
             f"be wrapped by any LoRA layer; {candidate.reason}"
             for path, candidate in hits
-            if candidate not in chosen
+            if candidate not in chosen and not _holds_experts(path, chosen)
         ]
         if not hits:
             problems.append(
@@ -224,6 +224,16 @@ def _check_targets(
             )
     if problems:
         raise ConfigError(faults("target_modules cannot be used:", problems))
+
+
+def _holds_experts(path: str, chosen: list[_Candidate]) -> bool:
+    """Whether `experts` itself is named, for the layers inside."""
+    return any(
+        p.rpartition(".")[0] == path
+        for candidate in chosen
+        if candidate.shape and candidate.shape.experts
+        for p in candidate.paths
+    )
 
 
 def _last_names(found: list[_Candidate]) -> list[str]:

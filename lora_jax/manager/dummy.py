@@ -2,17 +2,14 @@
 
 from collections.abc import Collection
 
-import numpy as np
-
 from lora_jax.adapters import (
     Adapter,
     AdapterPart,
     EmbeddingLowRank,
-    LowRank,
     Report,
 )
 from lora_jax.adapters.content import hash_content
-from lora_jax.layers import LoRALayer, Sites
+from lora_jax.layers import Sites
 from lora_jax.layers.sites import Target
 
 
@@ -34,10 +31,11 @@ def create_dummy(
     parts: dict[str, AdapterPart] = {}
     places: set[Target] = set()
     for name, target in sites.targets.items():
-        one = target.part if isinstance(target.part, int) else None
-        part = None if one is None else _zeros(sites[target.site], one, rank)
-        wanted = isinstance(part, LowRank) or name.rpartition(".")[2] in embeddings
-        if part is not None and wanted and target not in places:
+        if target in places:
+            continue
+        part = sites[target.site].zeros(target.part, rank)
+        is_table = isinstance(part, EmbeddingLowRank)
+        if part and (not is_table or name.rpartition(".")[2] in embeddings):
             places.add(target)
             parts[name] = part
     return Adapter(
@@ -47,15 +45,3 @@ def create_dummy(
         content_hash=hash_content(parts, ()),
         report=Report((), (), 0),
     )
-
-
-def _zeros(layer: LoRALayer, part: int, rank: int) -> AdapterPart | None:
-    """Zeros of the kind that the layer takes; None if it takes no pair at all."""
-    site = layer.lora_site
-    a, b = _view(rank, site.d_in), _view(site.part_widths[part], rank)
-    kinds = (LowRank(a, b, 1.0), EmbeddingLowRank(a, b, 1.0))
-    return next((kind for kind in kinds if not layer.faults(part, kind)), None)
-
-
-def _view(*shape: int) -> np.ndarray:
-    return np.broadcast_to(np.float32(0), shape)

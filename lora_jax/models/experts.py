@@ -170,7 +170,7 @@ class Experts(nnx.Module):
           chosen: expert of each pair; one outside `[0, num_experts)` adds nothing.
           weights: float32; applied once, to the output, and summed in float32.
         """
-        pairs = make_routing(chosen.reshape(-1), self.num_experts)
+        pairs = _make_routing(chosen.reshape(-1), self.num_experts)
         outputs = self.down_proj(self._hidden(x, pairs), pairs)
         by_token = outputs.reshape(*chosen.shape, x.shape[-1]).astype(jnp.float32)
         mixed = jnp.sum(by_token * weights.astype(jnp.float32)[..., None], axis=1)
@@ -187,3 +187,6 @@ class Experts(nnx.Module):
 
 def _has_expert(pairs: Routing) -> Array:
     return pairs.slot[:, None] >= 0
+
+
+_make_routing = jax.jit(make_routing, static_argnums=1)
