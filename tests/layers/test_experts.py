@@ -49,14 +49,9 @@ class Block(nnx.Module):
 class Model(nnx.Module):
     """One block at the path that files name."""
 
-    def __init__(self, sizes, top_k, *, gated=True, seed=0):
-        rngs = nnx.Rngs(seed)
+    def __init__(self, sizes, top_k, gated, rngs):
         layer = nnx.Dict(mlp=Block(sizes, top_k, rngs, gated=gated))
         self.model = nnx.Dict(layers=nnx.List([layer]))
-        experts = layer["mlp"].experts
-        for linear in (experts.down_proj, experts.gate_up_proj if gated else None):
-            if linear is not None and linear.bias is not None:
-                linear.bias[...] = 0.1 * rngs.normal(linear.bias.shape)
 
     @property
     def block(self):
@@ -64,6 +59,18 @@ class Model(nnx.Module):
 
     def __call__(self, x):
         return self.block(x)
+
+
+def build(sizes, top_k, *, gated=True):
+    """Returns a model with NumPy's random weights, which nothing compiles for."""
+    rng = np.random.default_rng(0)
+    model = nnx.eval_shape(lambda: Model(sizes, top_k, gated, nnx.Rngs(0)))
+    graphdef, state = nnx.split(model)
+
+    def draw(leaf):
+        return jnp.asarray(0.3 * rng.standard_normal(leaf.shape), leaf.dtype)
+
+    return nnx.merge(graphdef, jax.tree.map(draw, state))
 
 
 def make(name, sizes, rank, *, seed, adapter_id):
@@ -147,7 +154,7 @@ def _names(sizes):
 
 @pytest.mark.parametrize(("sizes", "top_k", "rank"), CASES)
 def test_every_layout_in_one_batch(sizes, top_k, rank):
-    model = Model(sizes, top_k)
+    model = build(sizes, top_k)
     names = [n for n in _names(sizes) if not _is_ambiguous(n, sizes)]
     made = [
         make(name, sizes, rank, seed=i, adapter_id=i)
@@ -192,12 +199,12 @@ def _may_be_still(name):
 def test_what_nothing_decides_is_refused(name, sizes, text):
     adapter, _ = make(name, sizes, 3, seed=1, adapter_id=1)
     with pytest.raises(AdapterError, match=text):
-        serve(Model(sizes, 2), [adapter])
+        serve(build(sizes, 2), [adapter])
 
 
 def test_experts_without_a_gate():
     sizes = Sizes(6, 10, 8)
-    model = Model(sizes, 2, gated=False)
+    model = build(sizes, 2, gated=False)
     rng, rank = np.random.default_rng(3), 3
     tensors, deltas = {}, {}
     for name, role, d_in, d_out in (
@@ -226,7 +233,7 @@ def test_experts_without_a_gate():
 
 def test_an_adapter_without_experts_leaves_them_bit_for_bit():
     sizes = Sizes(4, 12, 10)
-    model = Model(sizes, 2)
+    model = build(sizes, 2)
     adapter, _ = make("router", sizes, 3, seed=1, adapter_id=1)
     # Too small to change who is chosen, and the weights in the last bits only.
     still, _ = make("router", sizes, 3, seed=1, adapter_id=2)
@@ -243,7 +250,7 @@ def test_no_other_mix_of_adapters_or_experts_compiles_again():
     from lora_jax.forward import forward, split
 
     sizes = Sizes(4, 12, 10)
-    model = Model(sizes, 2)
+    model = build(sizes, 2)
     made = [make(n, sizes, 3, seed=i, adapter_id=i + 1)[0] for i, n in enumerate(FILES)]
     manager = LRUCacheLoRAModelManager(
         model, LoRAConfig(max_loras=2, max_cpu_loras=len(made), max_lora_rank=16)
@@ -290,7 +297,7 @@ def test_what_does_not_fit_is_refused_by_name(module, a, b, text):
     config = {"peft_type": "LORA", "r": rank, "lora_alpha": ALPHA}
     adapter = adapter_from_tensors(tensors, config, name="a", adapter_id=1)
     with pytest.raises(AdapterError, match=text) as caught:
-        serve(Model(Sizes(4, 12, 10), 2), [adapter])
+        serve(build(Sizes(4, 12, 10), 2), [adapter])
     assert module in str(caught.value)
 
 
@@ -305,11 +312,11 @@ def test_two_layouts_of_one_expert_in_one_file_are_refused():
     config = {"peft_type": "LORA", "lora_alpha": ALPHA, **first.config}
     adapter = adapter_from_tensors(tensors, config, name="a", adapter_id=1)
     with pytest.raises(AdapterError, match=r"has this place too"):
-        serve(Model(sizes, 2), [adapter])
+        serve(build(sizes, 2), [adapter])
 
 
 def test_the_slot_arrays_are_the_documented_ones():
-    model = Model(Sizes(4, 12, 10), 2)
+    model = build(Sizes(4, 12, 10), 2)
     manager = LRUCacheLoRAModelManager(model, LoRAConfig(max_loras=3, max_lora_rank=8))
     shapes = {
         name: {key: array.shape for key, array in arrays.items()}
@@ -328,7 +335,7 @@ def test_the_slot_arrays_are_the_documented_ones():
 
 @pytest.mark.parametrize("target", ["experts", "gate_up_proj", "w1", "up_proj"])
 def test_target_modules_choose_experts_by_every_name(target):
-    model = Model(Sizes(4, 12, 10), 2)
+    model = build(Sizes(4, 12, 10), 2)
     config = LoRAConfig(target_modules=[target])
     names = set(LRUCacheLoRAModelManager(model, config).sites)
     down = {f"{EXPERTS}.down_proj"} if target == "experts" else set()
@@ -337,7 +344,7 @@ def test_target_modules_choose_experts_by_every_name(target):
 
 def test_another_number_of_rows_is_refused():
     sizes = Sizes(4, 12, 10)
-    model = Model(sizes, 2)
+    model = build(sizes, 2)
     adapter, _ = make("fused", sizes, 3, seed=1, adapter_id=1)
     manager = serve(model, [adapter])
     manager.set_adapter_mapping(LoRAMapping([1, 0, 1, 1, 1], []))
@@ -348,7 +355,7 @@ def test_another_number_of_rows_is_refused():
 
 
 def test_dummies_cover_the_experts():
-    model = Model(Sizes(4, 12, 10), 2)
+    model = build(Sizes(4, 12, 10), 2)
     manager = LRUCacheLoRAModelManager(model, LoRAConfig(max_loras=1))
     dummy = manager.create_dummy_lora(1, rank=4)
     assert set(dummy.parts) == {
