@@ -84,6 +84,7 @@ class Family:
 
 
 def architectures(name: str) -> dict[str, str]:
+    """Returns the three classes that a family usually has, and their heads."""
     return {
         f"{name}ForCausalLM": "causal_lm",
         f"{name}ForSequenceClassification": "classifier",
@@ -92,15 +93,18 @@ def architectures(name: str) -> dict[str, str]:
 
 
 def count(values: Values, key: str) -> int:
+    """Returns a whole number; 0 for what the reader will refuse."""
     number = values[key]
     return number if isinstance(number, int) else 0
 
 
 def all_full(values: Values) -> tuple[str, ...]:
+    """Returns no windows at all."""
     return (FULL,) * count(values, "num_hidden_layers")
 
 
 def all_sliding(values: Values) -> tuple[str, ...]:
+    """Returns windows in every layer if the config has a window."""
     kind = SLIDING if values["sliding_window"] else FULL
     return (kind,) * count(values, "num_hidden_layers")
 
@@ -121,6 +125,7 @@ def listed_or(
 
 
 def qwen_slides(values: Values, layer: int) -> bool:
+    """Returns whether a layer is one of the last, from `max_window_layers` on."""
     return layer >= count(values, "max_window_layers")
 
 
@@ -131,9 +136,11 @@ def qwen_kinds(values: Values) -> tuple[str, ...]:
     return listed_or(qwen_slides)(values)
 
 
-def gemma2_slides(_: Values, layer: int) -> bool:
+def alternates(_: Values, layer: int) -> bool:
+    """Returns whether a layer is one of every other, from the first on."""
     return layer % 2 == 0
 
 
 def gemma3_slides(values: Values, layer: int) -> bool:
+    """Returns whether a layer is none of every `sliding_window_pattern`-th."""
     return (layer + 1) % (count(values, "sliding_window_pattern") or 6) != 0

@@ -8,9 +8,9 @@ from lora_jax.models.family import (
     Values,
     all_full,
     all_sliding,
+    alternates,
     architectures,
     count,
-    gemma2_slides,
     listed_or,
 )
 
@@ -149,7 +149,7 @@ GPT_OSS = dataclasses.replace(
         "num_experts": 128,
         "num_experts_per_tok": 4,
     },
-    layer_kinds=listed_or(gemma2_slides),
+    layer_kinds=listed_or(alternates),
     spellings=EXPERT_COUNT,
     fixed={"swiglu_alpha": (None, 1.702), "swiglu_limit": (None, 7.0)},
     mlp_bias=False,
