@@ -24,9 +24,8 @@ WORK_BLOCK = 16
 """Most rows in one work item; 16 is the smallest row tile of a tensor-core product."""
 
 MOST_COMPARISONS = 1 << 20
-"""Up to so many comparisons of rows with groups are made; else rows are counted up by
-a scatter. Comparisons are
-one fused kernel on a GPU and half a millisecond on a CPU."""
+"""Up to so many comparisons of rows with groups are made, in one fused kernel on a GPU
+and half a millisecond on a CPU; beyond, rows are counted by a scatter."""
 
 
 @dataclass(frozen=True)

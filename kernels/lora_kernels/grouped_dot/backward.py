@@ -44,7 +44,11 @@ def grouped_dot_backward(
         ),
     )
     dx = dx_of_pair.reshape(x.shape[0], -1, x.shape[1]).sum(axis=1)
-    dkernel = _kernel_gradient(x, g, kernel, pairs)
+    # An accelerator would wait for the host to learn how many items are in use.
+    dkernel = jax.lax.platform_dependent(
+        cpu=lambda: _kernel_gradient(x, g, kernel, pairs, unused_too=False),
+        default=lambda: _kernel_gradient(x, g, kernel, pairs, unused_too=True),
+    )
     return Gradients(dx.astype(x.dtype), dkernel.astype(kernel.dtype))
 
 
@@ -53,8 +57,13 @@ def _kernel_gradient(
     g: Float[Array, "pairs d_out"],
     kernel: Float[Array, "groups d_in d_out"],
     pairs: Routing,
+    *,
+    unused_too: bool,
 ) -> Float[Array, "groups d_in d_out"]:
-    """Sums item by item, in the order of the pairs: the same bits in every run."""
+    """Sums item by item, in the order of the pairs: the same bits in every run.
+
+    An unused item has no rows, so it adds exact zeros.
+    """
     count = pairs.slot.shape[0]
     block = batched_block(count, kernel.shape[0])
     dtype = xla_forms.wide_dtype(x, g, kernel)
@@ -75,4 +84,5 @@ def _kernel_gradient(
 
         return total.at[group].add(own(x_rows).T @ own(g_rows))
 
-    return jax.lax.fori_loop(0, work[3], item, jnp.zeros(kernel.shape, dtype))
+    trips = items if unused_too else work[3]
+    return jax.lax.fori_loop(0, trips, item, jnp.zeros(kernel.shape, dtype))
