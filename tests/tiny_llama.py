@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from lora_jax.adapters import Adapter, adapter_from_tensors
+from lora_jax.adapters import Adapter, LowRank, adapter_from_tensors
 from lora_jax.models import CausalLM, ModelConfig, config_from_dict
 
 CONFIG = {
@@ -125,7 +125,10 @@ class Oracle:
             gate = normed @ weights["mlp.gate_proj"]
             up = normed @ weights["mlp.up_proj"]
             x = x + (gate / (1 + np.exp(-gate)) * up) @ weights["mlp.down_proj"]
-        return _rms(x, self.norm) @ self.embedding.T
+        head, pair = self.embedding, adapter and adapter.parts.get("lm_head")
+        if isinstance(pair, LowRank):
+            head = head + pair.scale * pair.b.astype(np.float64) @ pair.a
+        return _rms(x, self.norm) @ head.T
 
     def greedy(self, prompt: Sequence[int], adapter: Adapter | None, count: int):
         """Returns the next `count` greedy tokens."""
