@@ -75,10 +75,35 @@ def test_every_fault_is_in_one_error():
     assert "1 of 3 modules have no place; this model's paths are blocks.0." in text
 
 
-def test_one_place_named_twice_is_refused():
-    adapter = make_adapter(1, 2, modules=["blocks.0.qkv_proj", "blocks.0.k_proj"])
+def _parts(modules):
+    """Parts of rank 2 for modules of the toy model, whatever path names them."""
+    widths = {"qkv_proj": 20, "k_proj": 4, "fc": 16, "shared": 16}
+    return {
+        name: LowRank(
+            np.ones((2, 16), "f4"),
+            np.ones((widths[name.rpartition(".")[2]], 2), "f4"),
+            1.0,
+        )
+        for name in modules
+    }
+
+
+@pytest.mark.parametrize(
+    "modules",
+    [("blocks.0.qkv_proj", "blocks.0.k_proj"), ("blocks.0.fc", "shared")],
+)
+def test_one_place_named_twice_is_refused(modules):
+    adapter = make_adapter(1, 2)
+    object.__setattr__(adapter, "parts", _parts(modules))
     with pytest.raises(AdapterError, match="has this place too"):
         pack(adapter, _sites(), FLOAT32)
+
+
+def test_an_alias_alone_is_a_name_like_any_other():
+    adapter = make_adapter(1, 2)
+    object.__setattr__(adapter, "parts", _parts(["shared"]))
+    packed = pack(adapter, _sites(), FLOAT32)
+    assert packed.placed == {"shared": "blocks.0.fc"}
 
 
 def test_values_that_the_bank_cannot_hold_are_refused():

@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 
 from helpers import make_adapter
-from lora_jax.adapters import FullModule, LowRank
+from lora_jax.adapters import FullModule, LowRank, adapter_from_tensors
 from lora_jax.bank import empty_bank, room_for, stage, write
 from lora_jax.config import LoRAConfig
 from lora_jax.errors import AdapterError
@@ -140,5 +140,50 @@ def test_a_token_classifier_takes_lora_on_its_backbone_only():
 
     sites = wrap(Tagger(), LoRAConfig(max_lora_rank=4))
     pack(_adapter(HEADS[3]), sites, FLOAT32)
-    with pytest.raises(AdapterError, match="token_classify only supports LoRA on the"):
-        pack(_adapter(HEADS[0]), sites, FLOAT32)
+    for slot in (0, 2):
+        text = "token_classify only supports LoRA on the"
+        with pytest.raises(AdapterError, match=text):
+            pack(_adapter(HEADS[slot]), sites, FLOAT32)
+
+
+def test_the_backbone_of_a_token_classifier_is_adapted_token_by_token():
+    class Tagger(Model):
+        lora_domains: ClassVar = {"score": "tokens"}
+
+        def __call__(self, x):
+            return self.score(nnx.tanh(self.fc(x)))
+
+    model, x = Tagger(), _normal(0, 4, DIM)
+    base = np.asarray(model(jnp.asarray(x)))
+    sites = wrap(model, LoRAConfig(max_lora_rank=4))
+    bank = empty_bank(sites, SLOTS, FLOAT32)
+    bank = write(bank, 3, stage(bank, pack(_adapter(HEADS[3]), sites, FLOAT32)))
+    install(model, bank, routing_from_slots(jnp.asarray([3, -1, -1, 3]), SLOTS))
+    got = np.asarray(model(jnp.asarray(x)))
+    assert got.shape == (4, LABELS)
+    np.testing.assert_array_equal(got[[1, 2]], base[[1, 2]])
+    for row in (0, 3):
+        expected = _expected(3, x[row : row + 1])
+        assert np.abs(expected - base[row]).max() > 1e-3
+        np.testing.assert_allclose(got[row], expected, atol=1e-5)
+
+
+def test_two_heads_in_one_adapter_are_refused():
+    sites = wrap(Model(), LoRAConfig(max_lora_rank=4))
+    head = FullModule(_normal(0, LABELS, DIM))
+    with pytest.raises(AdapterError, match="classifier: not a module that this model"):
+        pack(_adapter({"score": head, "classifier": head}), sites, FLOAT32)
+
+
+def test_one_of_the_saved_heads_that_a_config_lists_is_enough():
+    config = {
+        "peft_type": "LORA",
+        "r": 2,
+        "lora_alpha": 2,
+        "target_modules": [],
+        "modules_to_save": ["classifier", "score"],
+    }
+    weight = {"base_model.model.score.weight": _normal(0, LABELS, DIM)}
+    adapter = adapter_from_tensors(weight, config, name="head only")
+    packed = pack(adapter, wrap(Model(), LoRAConfig()), FLOAT32)
+    assert packed.placed == {"score": "score"}

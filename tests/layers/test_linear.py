@@ -99,6 +99,16 @@ def test_routing_for_another_number_of_rows_is_refused():
         _run({}, [0, 0, -1], inputs(4))
 
 
+@pytest.mark.parametrize(("rank", "max_rank"), [(24, 24), (4, 256), (1, 256)])
+def test_a_rank_may_exceed_the_widths_and_lie_far_below_the_cap(rank, max_rank):
+    adapters = {0: make_adapter(1, rank, alpha=4.0), 1: make_adapter(2, 2)}
+    x = inputs(4)
+    rows_slots = [0, 1, -1, 0]
+    expected = expected_rows(Toy(), [adapters.get(slot) for slot in rows_slots], x)
+    got = _run(adapters, rows_slots, x, max_rank=max_rank)
+    np.testing.assert_allclose(got, expected, atol=TOLERANCE, rtol=1e-5)
+
+
 def test_output_dtype_is_the_base_layers():
     model = Toy(dtype="bfloat16")
     sites = wrap(model, LoRAConfig(max_lora_rank=4))
@@ -134,3 +144,26 @@ def test_a_call_argument_of_the_base_layer_is_forwarded():
     expected = model.fc(x, 3.0, shift=1.0)
     wrap(model, LoRAConfig())
     np.testing.assert_array_equal(model.fc(x, 3.0, shift=1.0), expected)
+
+
+def test_a_forward_of_the_base_layers_own_is_kept_and_the_update_added_to_it():
+    class Gate(nnx.Linear):
+        def __call__(self, inputs):
+            return nnx.softmax(3 * super().__call__(inputs))
+
+    class Model(nnx.Module):
+        def __init__(self):
+            self.fc = Gate(16, 16, rngs=nnx.Rngs(0))
+
+    model, x = Model(), inputs(3)
+    base = np.asarray(model.fc(x))
+    sites = wrap(model, LoRAConfig(max_lora_rank=4))
+    adapter = make_adapter(1, 4, modules=["fc"])
+    bank = empty_bank(sites, 1, np.dtype("float32"))
+    bank = write(bank, 0, stage(bank, pack(adapter, sites, np.dtype("float32"))))
+    install(model, bank, routing_from_slots(jnp.asarray([0, -1, 0]), 1))
+    pair = adapter.parts["fc"]
+    update = pair.scale * np.asarray(x, np.float64) @ (pair.b @ pair.a).T
+    update[1] = 0
+    assert np.abs(update[[0, 2]]).max() > 0.1
+    np.testing.assert_allclose(model.fc(x), base + update, atol=TOLERANCE)
