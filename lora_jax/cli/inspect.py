@@ -3,10 +3,12 @@
 import argparse
 import collections
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
 from lora_jax.adapters import Adapter, load_adapter
+from lora_jax.adapters.expert_layout import expert_paths
 from lora_jax.cli.console import output, print_error, table
 from lora_jax.config import LoRAConfig
 from lora_jax.errors import AdapterError
@@ -137,14 +139,15 @@ def _print_tables(adapter: Adapter, facts: dict[str, object]) -> None:
         console.print(f"note: {note}", markup=False, soft_wrap=True)
 
 
-_MODULE_COLUMNS = ("module", "kind", "layers", "rank", "scale", "tensors", "bytes")
+_MODULE_COLUMNS = ("module", "kind", "modules", "rank", "scale", "tensors", "bytes")
 
 
 def _module_rows(adapter: Adapter) -> Sequence[Sequence[object]]:
     """One row for modules that differ in nothing but their place in the model."""
     groups: dict[tuple, list] = collections.defaultdict(list)
     for row in adapter.report.modules:
-        name = row.module.rpartition(".")[2]
+        paths = expert_paths(row.module, adapter.parts[row.module])
+        name = _short(paths[0] if len(paths) == 1 else row.module)
         groups[(name, row.kind, row.rank, row.scale, row.scale_rule)].append(row)
     return [
         (
@@ -158,6 +161,19 @@ def _module_rows(adapter: Adapter) -> Sequence[Sequence[object]]:
         )
         for (name, kind, rank, scale, rule), rows in groups.items()
     ]
+
+
+def _short(path: str) -> str:
+    """Returns what modules of one kind share: the last name, and that of experts.
+
+    Example:
+      >>> _short("model.layers.0.mlp.experts.3.up_proj"), _short("layers.0.q_proj")
+      ('experts.*.up_proj', 'q_proj')
+    """
+    _, _, inside = path.rpartition(".experts.")
+    if inside == path:
+        return path.rpartition(".")[2]
+    return f"experts.{re.sub(r'[0-9]+', '*', inside)}"
 
 
 def _joined(values: object) -> str:
