@@ -5,6 +5,7 @@ its own. There `lora_delta` runs as it is but for its launches, which are interp
 one program after another. Memory that a kernel must write is NaN beforehand.
 """
 
+import importlib
 import multiprocessing
 import os
 from collections.abc import Callable, Iterator
@@ -60,22 +61,40 @@ def backward(
     return [np.asarray(result) for result in results]
 
 
+def results(
+    module: str, function: str, arrays: NamedTuple, arguments: Callable[..., tuple]
+) -> list[np.ndarray]:
+    """What a function of any backend returns on `GPU`, as a list.
+
+    Args:
+      module: whole name of the backend's module.
+      arguments: makes the function's positional arguments of `arrays`.
+    """
+    with _interpreting():
+        found = getattr(importlib.import_module(module), function)(*arguments(arrays))
+    return [np.asarray(one) for one in (found if isinstance(found, tuple) else [found])]
+
+
 def _prepare() -> None:
     os.environ |= {"TRITON_INTERPRET": "1", "JAX_PLATFORMS": "cpu"}
 
 
 def _called(module: str, function: str, positional: tuple, keywords: dict):
-    import importlib
+    with _interpreting():
+        module = importlib.import_module(f"{MODULES}.{module}")
+        return getattr(module, function)(*positional, **keywords)
 
+
+@contextmanager
+def _interpreting() -> Iterator[None]:
     from lora_kernels.gpu_targets import building_for
     from lora_kernels.lora_delta import triton_launch
 
     if triton_launch.run is not _interpreted:
         _mend_interpreter()
         triton_launch.run = _interpreted
-    implementation = getattr(importlib.import_module(f"{MODULES}.{module}"), function)
     with building_for(GPU):
-        return implementation(*positional, **keywords)
+        yield
 
 
 def _interpreted(launch):
