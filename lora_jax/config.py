@@ -42,8 +42,10 @@ class LoRAConfig:
       default_mm_loras: adapter path for each modality; multimodal models only.
       enable_tower_connector_lora: also adapt the vision tower and the connector.
       specialize_active_lora: compile for the number of active adapters, in buckets.
-      enable_mixed_moe_lora_format: accept adapters with fused and per-expert weights.
-      enable_moe_shared_loras: accept adapters that share a factor among experts.
+      enable_mixed_moe_lora_format: adapters with fused and with per-expert weights in
+        one batch. Taken for vLLM's sake: they always are served together here.
+      enable_moe_shared_loras: adapters that share a factor among experts. Taken for
+        vLLM's sake: they always are served.
       row_budgets: domain -> the most rows that a mapping may name in it ("tokens",
         "prompts", "tower", "connector"). None, or a domain left out: any number.
       pin_host_memory: keep each adapter on the host also as one buffer in pinned

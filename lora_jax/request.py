@@ -21,7 +21,8 @@ class LoRARequest:
       base_model_name: the base model that a model list shows as the adapter's parent.
       load_inplace: read the folder again although the id is loaded. Read once for each
         request object given to a worker, never once for each step.
-      is_3d_lora_weight: the folder holds all experts fused in one tensor.
+      is_3d_lora_weight: the folder holds all experts fused in one tensor. Taken for
+        vLLM's sake: the tensors tell.
 
     Raises:
       RequestError: naming every field that cannot be used (it is a ValueError).
