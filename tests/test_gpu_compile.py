@@ -4,14 +4,13 @@ Nothing runs: what is asserted is what the compilers report. A table is printed 
 end (`-s` shows it while the tests run).
 """
 
-import re
-
 import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
 
 from gpu_cases import DECODE, PREFILL, Case
+from gpu_checks import check_kernels, copies_of, print_table
 from lora_jax import bank as banks
 from lora_jax.bank import empty_bank
 from lora_jax.config import LoRAConfig
@@ -20,12 +19,7 @@ from lora_jax.layers import wrap
 from lora_jax.models import CausalLM, config_from_dict, empty_cache
 from lora_jax.routing import routing_from_slots
 from lora_kernels import make_routing
-from lora_kernels.gpu_targets import described_gpu
-from lora_kernels.gpu_targets.compile_only import (
-    compile_for,
-    compile_with_thunks,
-    kernel_reports,
-)
+from lora_kernels.gpu_targets.compile_only import compile_for, compile_with_thunks
 from lora_kernels.lora_delta import api, lora_delta
 
 pytestmark = pytest.mark.gpu_compile
@@ -38,9 +32,7 @@ TARGETS = ("a100", "h200")
 def table():
     rows = []
     yield rows
-    print(f"\n{'kernel':16} {'call':28} {'target':6} {'regs':>4} {'shared':>7} temp")
-    for name, call, target, registers, shared, temp in sorted(set(rows)):
-        print(f"{name:16} {call:28} {target:6} {registers:4} {shared:7} {temp}")
+    print_table(rows)
 
 
 def call(case: Case, implementation: str = "triton"):
@@ -60,20 +52,6 @@ def call(case: Case, implementation: str = "triton"):
         )
 
     return function
-
-
-def check_kernels(target, case, function, table):
-    """Compiles a call, asserts that its kernels fit the GPU, returns its reports."""
-    with kernel_reports() as reports:
-        compiled = compile_for(target, function, case.arguments)
-        found = reports()
-    temp = compiled.memory_analysis().temp_size_in_bytes
-    for report in found:
-        shared = report.shared_memory
-        table.append((report.name, case.name, target, report.registers, shared, temp))
-        assert not report.spilled, report
-        assert shared <= described_gpu(target).shared_memory, report
-    return sorted(report.name for report in found)
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -213,15 +191,3 @@ def test_a_slot_is_written_in_place(llama):
     pointers = 8 * (len(jax.tree.leaves(bank)) + 1)
     assert memory.output_size_in_bytes - memory.alias_size_in_bytes <= pointers
     assert not copies_of(bank, compiled.as_text())
-
-
-def copies_of(bank, hlo):
-    """Copies in a program's text that have the shape of one of the bank's arrays."""
-    names = {"bfloat16": "bf16", "float32": "f32", "int32": "s32"}
-    shapes = {
-        f"{names[leaf.dtype.name]}[{','.join(map(str, leaf.shape))}]"
-        for leaf in jax.tree.leaves(bank)
-        if leaf.ndim > 2
-    }
-    copied = re.findall(r"= \(?(\w+\[[\d,]*\])\S* (?:copy|copy-start)\(", hlo)
-    return [shape for shape in copied if shape in shapes]

@@ -14,9 +14,6 @@ DECODE_TOKENS = 256
 BLOCK_RANK = 16
 """Smallest side of a tensor-core product. A decode row costs its rank, rounded up."""
 
-UNEVEN_BLOCK_N = 64
-"""Columns of an output tile of the fused kernel where tiles do not fit exactly."""
-
 SHRINK_BYTES = 32 << 20
 """Bytes of A that the programs of a fused launch may re-read from the L2 cache."""
 
@@ -51,6 +48,11 @@ class Problem:
     def wide(self) -> bool:
         """Whether a product runs in 32 bit."""
         return max(self.x_bytes, self.weight_bytes) > 2
+
+    @property
+    def has_rank_blocks(self) -> bool:
+        """Whether h of a row tile is more than one block of ranks."""
+        return self.max_rank > BLOCK_RANK
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +96,7 @@ def decode_tiles(problem: Problem, gpu: Gpu, *, vector_rows: int = 1) -> DecodeT
     programs = 2 * gpu.num_sms
     part_bytes = problem.max_rank * problem.d_in * problem.weight_bytes
     affordable = SHRINK_BYTES // max(part_bytes, 1)
-    block_n = _block_n(problem)
+    block_n = _even_block_n(problem)
     even = problem.d_in % max(warps * block_k, vector_k) == 0 and all(
         width % block_n == 0 for width in problem.part_widths
     )
@@ -106,19 +108,24 @@ def decode_tiles(problem: Problem, gpu: Gpu, *, vector_rows: int = 1) -> DecodeT
         block_rank=BLOCK_RANK,
         block_k=block_k,
         vector_k=vector_k,
-        # Masks take registers, which bound the width of a tile.
-        block_n=block_n if even else UNEVEN_BLOCK_N,
+        block_n=block_n if even else _uneven_block_n(problem),
         even=even,
         stages=4 if even or problem.wide else 3,
         warps=warps,
     )
 
 
-def _block_n(problem: Problem) -> int:
+def _even_block_n(problem: Problem) -> int:
     # Columns of one output tile. Wide tiles mean few programs that repeat the shrink.
     widths = problem.part_widths
     fits = sum(widths) >= 4096 and all(width % 256 == 0 for width in widths)
-    return 256 if fits and not problem.wide else 128
+    return 256 if fits and not problem.wide and not problem.has_rank_blocks else 128
+
+
+def _uneven_block_n(problem: Problem) -> int:
+    # Masks take registers, which bound the width of a tile. In 32 bit, where the shrink
+    # takes more, the assembler trades a few for spilled ones unless tiles are wide.
+    return 128 if problem.wide and not problem.has_rank_blocks else 64
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -87,7 +87,6 @@ def decode_kernel(
                 scale = tl.load(scale_ptr + slot * PARTS + part)
                 add_delta(
                     x_ptr,
-                    tokens // TOKENS_PER_ROW,
                     tokens,
                     rows,
                     a_ptr + (slot * PARTS + part) * (MAX_RANK * D_IN),
@@ -99,6 +98,7 @@ def decode_kernel(
                     first,
                     stop,
                     h_ptr,
+                    TOKENS_PER_ROW,
                     D_IN,
                     D_OUT,
                     MAX_RANK,

@@ -24,8 +24,7 @@ from lora_kernels.lora_delta.triton_math import (
 @no_type_check
 def add_delta(
     x,  # pointer to (rows of x, D_IN)
-    x_rows,  # rows of x and
-    tokens,  # token numbers of the tile (BLOCK_ROWS,), of which
+    tokens,  # the tile's token numbers (BLOCK_ROWS,), of which
     rows,  # so many exist
     a,  # pointer to the part's (rank, D_IN)
     b,  # pointer to the part's (rank, width), stride D_OUT
@@ -36,6 +35,7 @@ def add_delta(
     first,  # output tiles first..stop of the part
     stop,
     h_ptr,  # float32 (BLOCK_ROWS, MAX_RANK)
+    TOKENS_PER_ROW: tl.constexpr,  # tokens in turn that share a row of x
     D_IN: tl.constexpr,
     D_OUT: tl.constexpr,
     MAX_RANK: tl.constexpr,
@@ -58,10 +58,11 @@ def add_delta(
     if BLOCK_RANK >= MAX_RANK:
         h = factor[:, None] * _shrink(
             x,
-            x_rows,
+            tokens,
             rows,
             a,
             rank,
+            TOKENS_PER_ROW,
             D_IN,
             VECTOR_ROWS,
             BLOCK_ROWS,
@@ -85,10 +86,11 @@ def add_delta(
             ranks = rank - rank_first
             h = factor[:, None] * _shrink(
                 x,
-                x_rows,
+                tokens,
                 rows,
                 a + rank_first * D_IN,
                 ranks,
+                TOKENS_PER_ROW,
                 D_IN,
                 VECTOR_ROWS,
                 BLOCK_ROWS,
@@ -119,10 +121,11 @@ def add_delta(
 @no_type_check
 def _shrink(
     x,
-    x_rows,
+    tokens,
     rows,
     a,
     ranks,
+    TOKENS_PER_ROW: tl.constexpr,
     D_IN: tl.constexpr,
     VECTOR_ROWS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
@@ -138,7 +141,8 @@ def _shrink(
     if rows <= VECTOR_ROWS:
         h = tl.zeros([BLOCK_ROWS, BLOCK_RANK], tl.float32)
         for i in range(rows):
-            x_row = x + tl.sum(tl.where(row == i, x_rows, 0), axis=0) * D_IN
+            token = tl.sum(tl.where(row == i, tokens, 0), axis=0)
+            x_row = x + token // TOKENS_PER_ROW * D_IN
             one = _shrink_one(
                 x_row, a, ranks, D_IN, BLOCK_RANK, VECTOR_K, EVEN_K, STAGES
             )
@@ -146,7 +150,7 @@ def _shrink(
     else:
         h = _shrink_many(
             x,
-            x_rows * D_IN,
+            tokens // TOKENS_PER_ROW * D_IN,
             row < rows,
             a,
             ranks,
