@@ -3,11 +3,13 @@
 A bank is a pytree of arrays and knows nothing of which adapter sits where (`slots.py`).
 `write` leaves the old bank valid (a running step may hold it); `write_donated` updates
 in place and deletes the arrays that it was given. Both are one compiled program per
-bank layout: the slot index is traced, the adapter's values arrive as one flat buffer
-per dtype, so no other rank, target set or slot compiles anything.
+bank layout: the slot index is traced, the adapter's values arrive as a few buffers of
+fixed shapes (`staging.py`), so no other rank, target set or slot compiles anything.
+
+Slots of experts that are spread over devices are spread alike; a write then moves
+nothing between devices.
 """
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -16,11 +18,23 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.core import Tracer
+from jax.sharding import NamedSharding
 
 from lora_jax.layers import Sites
 from lora_jax.layers.extras import EVERYWHERE
 from lora_jax.packing import Packed
-from lora_jax.staging import SlotLayout, Staged, has_room, in_order, stage_slot
+from lora_jax.staging import (
+    SlotLayout,
+    Spread,
+    Staged,
+    array_place,
+    buffer_shapes,
+    has_room,
+    pieces,
+    slot_place,
+    spread_of,
+    stage_slot,
+)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -31,10 +45,13 @@ class Bank:
       arrays: site name -> array name -> `(slots, *slot shape)`; for a stack of layers
         `(layers, slots, ...)`.
       stacked: names of the sites that are stacks (static).
+      spread: where the arrays lie if experts are spread over devices (static), or
+        None: all on one device.
     """
 
     arrays: dict[str, dict[str, jax.Array]]
     stacked: frozenset[str] = frozenset()
+    spread: Spread | None = None
 
     @property
     def num_slots(self) -> int:
@@ -48,7 +65,7 @@ class Bank:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of device memory, all slots."""
+        """Bytes of device memory, all slots; what devices repeat counts once."""
         return sum(array.nbytes for array in jax.tree.leaves(self.arrays))
 
     def __repr__(self) -> str:
@@ -77,45 +94,61 @@ class Bank:
         return f"<p>{self!r}</p><table><tr>{head}</tr>{body}</table>"
 
 
-def _unflatten(stacked: frozenset[str], arrays: Iterable[object]) -> Bank:
+Static = tuple[frozenset[str], Spread | None]
+
+
+def _unflatten(static: Static, arrays: Iterable[object]) -> Bank:
     # Not through __init__: JAX also builds trees of shapes and shardings, which a
     # run-time type check of the field would refuse.
     bank = object.__new__(Bank)
     object.__setattr__(bank, "arrays", *arrays)
-    object.__setattr__(bank, "stacked", stacked)
+    for name, value in zip(("stacked", "spread"), static, strict=True):
+        object.__setattr__(bank, name, value)
     return bank
 
 
 jax.tree_util.register_pytree_with_keys(
     Bank,
-    lambda bank: (((jax.tree_util.GetAttrKey("arrays"), bank.arrays),), bank.stacked),
+    lambda bank: (
+        ((jax.tree_util.GetAttrKey("arrays"), bank.arrays),),
+        (bank.stacked, bank.spread),
+    ),
     _unflatten,
 )
 
 
 def empty_bank(sites: Sites, slots: int, dtype: np.dtype) -> Bank:
-    """Returns a bank of zeros, on the default device.
+    """Returns a bank of zeros, on the default device, or where the experts lie.
 
     Args:
       sites: the LoRA layers; each states the shapes of one slot.
       slots: how many adapters the bank holds at once.
       dtype: dtype of the factors.
     """
+    layout = {name: layer.slot_spec(dtype) for name, layer in sites.items()}
     stacked = [n for n, layer in sites.items() if layer.lora_site.layers is not None]
+    spread = spread_of(layout)
     return Bank(
         {
             name: {
-                key: _zeros(spec, slots, int(name in stacked))
-                for key, spec in layer.slot_spec(dtype).items()
+                key: _zeros(
+                    spec, slots, int(name in stacked), array_place(spread, name)
+                )
+                for key, spec in specs.items()
             }
-            for name, layer in sites.items()
+            for name, specs in layout.items()
         },
         frozenset(stacked),
+        spread,
     )
 
 
-def _zeros(spec: jax.ShapeDtypeStruct, slots: int, axis: int) -> jax.Array:
+def _zeros(
+    spec: jax.ShapeDtypeStruct, slots: int, axis: int, place: NamedSharding | None
+) -> jax.Array:
     shape = [*spec.shape[:axis], slots, *spec.shape[axis:]]
+    if place is not None:
+        return jnp.zeros(shape, spec.dtype, device=place)
     zeros = jnp.zeros(shape, spec.dtype)
     # Bound to its device, as every slot is once it is written: a program that was
     # compiled for arrays that may move compiles again for arrays that may not.
@@ -142,19 +175,13 @@ def room_for(bank: Bank, sites: Sites, packed: Packed) -> Bank:
                 wanted.setdefault(name, {}).update(spec)
     if not wanted:
         return bank
-    return Bank(
-        {
-            name: arrays
-            | {
-                key: _enlarged(
-                    arrays.get(key), _zeros(spec, bank.num_slots, bank.slot_axis(name))
-                )
-                for key, spec in wanted.get(name, {}).items()
-            }
-            for name, arrays in bank.arrays.items()
-        },
-        bank.stacked,
-    )
+    grown = {name: dict(arrays) for name, arrays in bank.arrays.items()}
+    for name, specs in wanted.items():
+        axis, place = bank.slot_axis(name), array_place(bank.spread, name)
+        for key, spec in specs.items():
+            empty = _zeros(spec, bank.num_slots, axis, place)
+            grown[name][key] = _enlarged(grown[name].get(key), empty)
+    return Bank(grown, bank.stacked, bank.spread)
 
 
 def _enlarged(array: jax.Array | None, empty: jax.Array) -> jax.Array:
@@ -185,7 +212,9 @@ def bank_layout(bank: Bank) -> SlotLayout:
     return {
         name: {
             key: jax.ShapeDtypeStruct(
-                _without(array.shape, bank.slot_axis(name)), array.dtype
+                _without(array.shape, bank.slot_axis(name)),
+                array.dtype,
+                sharding=slot_place(bank.spread, name),
             )
             for key, array in arrays.items()
         }
@@ -198,13 +227,13 @@ def _without(shape: tuple[int, ...], axis: int) -> tuple[int, ...]:
 
 
 def stage(bank: Bank, packed: Packed) -> dict[str, np.ndarray]:
-    """Returns the adapter as one flat zero-padded buffer per dtype, in host memory."""
+    """Returns the adapter as a few zero-padded buffers, in host memory."""
     return stage_slot(bank_layout(bank), packed)
 
 
 def fits(bank: Bank, staged: Staged) -> bool:
     """Says whether an adapter was staged for a bank of this layout."""
-    return _sizes(bank) == {dtype: buffer.size for dtype, buffer in staged.items()}
+    return buffer_shapes(bank_layout(bank)) == _shapes(staged)
 
 
 def write(bank: Bank, slot: int, staged: Staged) -> Bank:
@@ -224,35 +253,30 @@ def clear(bank: Bank, slot: int) -> Bank:
 
 def _write_slot(bank: Bank, slot: jax.Array, staged: dict[str, jax.Array]) -> Bank:
     _check_layout(bank, staged)
-    starts = dict.fromkeys(staged, 0)
     written: dict[str, dict[str, jax.Array]] = {name: {} for name in bank.arrays}
-    for name, key, array in in_order(bank.arrays):
-        dtype, axis = array.dtype.name, bank.slot_axis(name)
-        shape = _without(array.shape, axis)
-        start = starts[dtype]
-        starts[dtype] = stop = start + math.prod(shape)
-        values = staged[dtype][start:stop].reshape(shape)
-        written[name][key] = jax.lax.dynamic_update_index_in_dim(
-            array, values, slot, axis
+    for name, key, spec, buffer, columns in pieces(bank_layout(bank)):
+        values = staged[buffer][..., columns].reshape(spec.shape)
+        array = jax.lax.dynamic_update_index_in_dim(
+            bank.arrays[name][key], values, slot, bank.slot_axis(name)
         )
-    return Bank(written, bank.stacked)
+        place = array_place(bank.spread, name)
+        if place is not None:
+            array = jax.lax.with_sharding_constraint(array, place)
+        written[name][key] = array
+    return Bank(written, bank.stacked, bank.spread)
 
 
-def _sizes(bank: Bank) -> dict[str, int]:
-    sizes: dict[str, int] = {}
-    for _, _, spec in in_order(bank_layout(bank)):
-        size = math.prod(spec.shape)
-        sizes[spec.dtype.name] = sizes.get(spec.dtype.name, 0) + size
-    return sizes
+def _shapes(staged: Staged) -> dict[str, tuple[int, ...]]:
+    return {name: buffer.shape for name, buffer in staged.items()}
 
 
 def _check_layout(bank: Bank, staged: dict[str, jax.Array]) -> None:
     """A buffer of another layout would be cut at the wrong places, without an error."""
     if not fits(bank, staged):
-        found = {dtype: buffer.size for dtype, buffer in staged.items()}
         raise ValueError(
-            f"the staged adapter has {found} values by dtype, a slot of the bank has "
-            f"{_sizes(bank)}; stage it for this bank."
+            f"the staged adapter has buffers of shapes {_shapes(staged)}, a slot of "
+            f"the bank needs {buffer_shapes(bank_layout(bank))}; stage it for this "
+            "bank."
         )
 
 

@@ -1,27 +1,37 @@
-"""One adapter, packed -> one flat buffer per dtype, in the order of the bank's arrays.
+"""One adapter, packed -> a few flat buffers, in the order of the bank's arrays.
 
 So an adapter crosses to the device in a few large transfers, whatever the number of its
-arrays, and every adapter has the same shapes. Knows the layout of a slot, no bank.
+arrays, and every adapter has the same shapes. There is one buffer for each dtype, and
+another for the arrays of experts that are spread over devices: with an axis of experts,
+so that each device is sent the experts that it holds and no others.
+
+    "float32"              (values,)
+    "float32, 8 experts"   (8, values of one expert)
+
+Knows the layout of a slot, no bank.
 """
 
 import functools
 import math
 from collections.abc import Iterator, Mapping
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import NamedTuple, TypeVar
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from lora_jax.layers import Sites
 from lora_jax.layers.base import SlotSpec
 from lora_jax.packing import Packed
 
 Staged = dict[str, np.ndarray] | dict[str, jax.Array]
-"""Dtype name -> flat buffer: one adapter in the bank's layout, zero-padded. In host
-memory, or already on the device."""
+"""Name -> buffer: one adapter in the bank's layout, zero-padded. In host memory, or
+already on the device."""
 
 SlotLayout = dict[str, SlotSpec]
-"""Site name -> array name -> shape and dtype of one slot."""
+"""Site name -> array name -> shape and dtype of one slot; a sharding where the first
+axis is of experts that are spread over devices."""
 
 Leaf = TypeVar("Leaf")
 
@@ -31,8 +41,119 @@ def slot_layout(sites: Sites, dtype: np.dtype) -> SlotLayout:
     return {name: layer.slot_spec(dtype) for name, layer in sites.items()}
 
 
+@dataclass(frozen=True)
+class Spread:
+    """Where the slots of a model lie whose experts are spread over devices.
+
+    Attributes:
+      sites: names of the sites whose arrays are cut along their axis of experts.
+      slot: sharding of one slot of such an array; the experts come first.
+    """
+
+    sites: frozenset[str]
+    slot: NamedSharding
+
+    def of(self, name: str) -> NamedSharding:
+        """Returns the sharding of a site's arrays, the axis of slots included."""
+        cut = name in self.sites
+        spec = PartitionSpec(None, *self.slot.spec) if cut else PartitionSpec()
+        return NamedSharding(self.slot.mesh, spec)
+
+
+def spread_of(layout: SlotLayout) -> Spread | None:
+    """Returns where a layout's arrays lie, None if nothing is spread."""
+    found = {
+        name: spec.sharding
+        for name, specs in layout.items()
+        for spec in specs.values()
+        if isinstance(spec.sharding, NamedSharding)
+    }
+    return Spread(frozenset(found), *set(found.values())) if found else None
+
+
+def array_place(spread: Spread | None, name: str) -> NamedSharding | None:
+    """Returns the sharding of a site's arrays, None for the default device."""
+    return None if spread is None else spread.of(name)
+
+
+def slot_place(spread: Spread | None, name: str) -> NamedSharding | None:
+    """Returns the sharding of one slot of a site, None if its arrays are not cut."""
+    return spread.slot if spread is not None and name in spread.sites else None
+
+
+class Piece(NamedTuple):
+    """Where the values of one array lie.
+
+    Attributes:
+      site, key: names of the array.
+      spec: its shape and dtype in one slot.
+      buffer: name of the buffer.
+      columns: which of the buffer's last axis.
+    """
+
+    site: str
+    key: str
+    spec: jax.ShapeDtypeStruct
+    buffer: str
+    columns: slice
+
+
+def pieces(layout: SlotLayout) -> Iterator[Piece]:
+    """Yields every array's place in the buffers."""
+    ends: dict[str, int] = {}
+    for site, key, spec in in_order(layout):
+        name = _buffer_name(spec)
+        start = ends.get(name, 0)
+        ends[name] = stop = start + math.prod(spec.shape[len(_experts(spec)) :])
+        yield Piece(site, key, spec, name, slice(start, stop))
+
+
+def buffer_shapes(layout: SlotLayout) -> dict[str, tuple[int, ...]]:
+    """Returns the shape of each buffer by name."""
+    return {
+        piece.buffer: (*_experts(piece.spec), piece.columns.stop)
+        for piece in pieces(layout)  # The last piece of a buffer counts.
+    }
+
+
+def _buffer_name(spec: jax.ShapeDtypeStruct) -> str:
+    name = _name(spec.dtype)
+    return name if spec.sharding is None else f"{name}, {spec.shape[0]} experts"
+
+
+def _experts(spec: jax.ShapeDtypeStruct) -> tuple[int, ...]:
+    return () if spec.sharding is None else spec.shape[:1]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where on the devices the buffers go.
+
+    Attributes:
+      whole: of the flat ones: on every device of the bank.
+      spread: of those with an axis of experts: each device gets its own; None if
+        there are none.
+    """
+
+    whole: Sharding
+    spread: Sharding | None = None
+
+    def of(self, staged: Staged) -> dict[str, Sharding]:
+        """Returns the sharding of each buffer."""
+        spread = self.spread or self.whole
+        return {
+            name: spread if buffer.ndim > 1 else self.whole
+            for name, buffer in staged.items()
+        }
+
+    def in_memory(self, kind: str) -> "Place":
+        """Returns the same places in another memory of the same devices."""
+        spread = None if self.spread is None else self.spread.with_memory_kind(kind)
+        return Place(self.whole.with_memory_kind(kind), spread)
+
+
 def stage_slot(layout: SlotLayout, packed: Packed) -> dict[str, np.ndarray]:
-    """Returns the adapter as one flat zero-padded buffer per dtype, in host memory.
+    """Returns the adapter as a few zero-padded buffers, in host memory.
 
     Sites that the adapter leaves alone, and ranks above its own, are zeros in it: a
     write of the result leaves nothing of the slot's former occupant.
@@ -41,20 +162,17 @@ def stage_slot(layout: SlotLayout, packed: Packed) -> dict[str, np.ndarray]:
       ValueError: if the layout has no room for one of its arrays.
     """
     _check_room(layout, packed)
-    sizes: dict[str, int] = {}
-    for _, _, spec in in_order(layout):
-        dtype = _name(spec.dtype)
-        sizes[dtype] = sizes.get(dtype, 0) + math.prod(spec.shape)
-    buffers = {dtype: np.zeros(size, dtype) for dtype, size in sizes.items()}
-    starts = dict.fromkeys(buffers, 0)
-    for name, key, spec in in_order(layout):
-        dtype = _name(spec.dtype)
-        start = starts[dtype]
-        starts[dtype] = stop = start + math.prod(spec.shape)
-        values = packed.sites.get(name, {}).get(key)
+    placed = list(pieces(layout))
+    dtypes = {piece.buffer: piece.spec.dtype for piece in placed}
+    buffers = {
+        name: np.zeros(shape, dtypes[name])
+        for name, shape in buffer_shapes(layout).items()
+    }
+    for site, key, spec, buffer, columns in placed:
+        values = packed.sites.get(site, {}).get(key)
         if values is not None:
             corner = tuple(slice(size) for size in values.shape)
-            buffers[dtype][start:stop].reshape(spec.shape)[corner] = values
+            buffers[buffer][..., columns].reshape(spec.shape)[corner] = values
     return buffers
 
 

@@ -10,6 +10,8 @@ Knows nothing of adapters on disk, of who sits in which slot, or of the batch's 
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
@@ -18,7 +20,8 @@ from flax import nnx
 from lora_jax.adapters import AdapterPart
 
 SlotSpec = dict[str, jax.ShapeDtypeStruct]
-"""Array name -> shape and dtype of *one* slot (no slot axis)."""
+"""Array name -> shape and dtype of *one* slot (no slot axis), with a sharding where the
+slots lie as the base layer does."""
 
 HostSlot = dict[str, np.ndarray]
 """Array name -> host values of one slot; each the corner of its `SlotSpec` shape, the
@@ -148,6 +151,8 @@ class LoRALayer(nnx.Module):
     lora_site: Site
     lora_slots: LoRASlots
     lora_routing: LoRARouting
+    slots_metadata: ClassVar[Mapping[str, Any]] = MappingProxyType({})
+    """Metadata of the slots' variable, for whoever cuts a model's variables."""
 
     def slot_spec(self, dtype: jax.typing.DTypeLike) -> SlotSpec:
         """Returns shapes and dtypes of one slot whose factors are held in `dtype`."""

@@ -13,9 +13,14 @@ update is added to the pair's output, before the activation in the first project
 before the router's weight in the second.
 
 A part key counts the parts of all experts in turn: `expert * parts + part`.
+
+Where the base layer's experts are spread over devices, so are the arrays above, along
+their axis of experts. A forward pass then sees a device's own experts alone.
 """
 
 from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -23,13 +28,17 @@ import numpy as np
 
 from lora_jax.adapters import AdapterPart, ExpertPairs, ExpertsLowRank, LowRank
 from lora_jax.adapters.expert_layout import ExpertShape, expert_factors, layout_faults
+from lora_jax.adapters.parts import scale_of
 from lora_jax.layers.base import HostSlot, LoRALayer, PartKey, Shape, SlotSpec, zero
+from lora_jax.models.expert_mesh import EXPERT_AXIS
 from lora_jax.models.experts import ExpertLinear
 from lora_kernels import Routing, lora_experts, pair_routing
 
 
 class LoRAExperts(LoRALayer):
     """Mixin over an `ExpertLinear`, which maps rows and their pairs to pairs."""
+
+    slots_metadata: ClassVar[Mapping[str, Any]] = MappingProxyType({EXPERT_AXIS: 1})
 
     def __call__(self, inputs: jax.Array, pairs: Routing) -> jax.Array:
         """Returns the base layer's output plus each pair's low-rank update.
@@ -74,8 +83,11 @@ class LoRAExperts(LoRALayer):
             "scale": ((experts, parts), jnp.float32),
             "rank": ((experts, parts), jnp.int32),
         }
+        base: ExpertLinear = self  # type: ignore[assignment]
+        place = base.expert_mesh
+        sharding = None if place is None else place.spread(0)
         return {
-            key: jax.ShapeDtypeStruct((*stack, *shape), kind)
+            key: jax.ShapeDtypeStruct((*stack, *shape), kind, sharding=sharding)
             for key, (shape, kind) in shapes.items()
         }
 
@@ -137,7 +149,8 @@ class LoRAExperts(LoRALayer):
                 own = second[:, row : row + width].swapaxes(1, 2)
                 a[owners, part, : weight.rank] = first
                 b[owners, : weight.rank, columns] = own
-                scale[owners, part], ranks[owners, part] = weight.scale, weight.rank
+                scale[owners, part] = scale_of(weight)
+                ranks[owners, part] = weight.rank
                 row += width
         return {"a": a, "b": b, "scale": scale, "rank": ranks}
 

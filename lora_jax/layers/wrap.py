@@ -90,7 +90,8 @@ def wrap(model: nnx.Module, config: LoRAConfig) -> Sites:
         routing = _shared(routings, site.domain, site.layers)
         _set_class(layer, _subclass(row.mixin, type(layer)))
         layer.lora_site = site  # type: ignore[attr-defined]
-        layer.lora_slots = LoRASlots(None)  # type: ignore[attr-defined]
+        slots = LoRASlots(None, **row.mixin.slots_metadata)
+        layer.lora_slots = slots  # type: ignore[attr-defined]
         layer.lora_routing = routing  # type: ignore[attr-defined]
         if issubclass(row.mixin, LoRAHead):
             tokens = _shared(routings, TOKENS, None)

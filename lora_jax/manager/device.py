@@ -13,7 +13,6 @@ import numpy as np
 from jax.sharding import (
     NamedSharding,
     PartitionSpec,
-    Sharding,
     SingleDeviceSharding,
 )
 
@@ -31,7 +30,7 @@ from lora_jax.manager.ownership import References, count_references, is_sole_own
 from lora_jax.manager.prepared import Prepared
 from lora_jax.manager.stats import Stats
 from lora_jax.packing import Packed
-from lora_jax.staging import Staged, stage_slot
+from lora_jax.staging import Place, Staged, stage_slot
 
 NOTHING = Packed("nothing", {}, {})
 """An adapter without weights: every site of its slot is zeros."""
@@ -48,7 +47,8 @@ class DeviceTier:
 
     Attributes:
       layout: shapes and dtypes of one slot; grows with the first adapter of a kind.
-      place: sharding of what is to be written: whole, on every device of the bank.
+      place: where what is to be written goes: whole to every device of the bank, or in
+        parts to the devices that hold its experts.
     """
 
     def __init__(self, sites: Sites, slots: int, dtype: np.dtype, stats: Stats) -> None:
@@ -91,7 +91,7 @@ class DeviceTier:
 
     def _put(self, slot: int, staged: Staged) -> None:
         start = time.perf_counter()
-        on_device = jax.device_put(staged, self.place)
+        on_device = jax.device_put(staged, self.place.of(staged))
         if self._own is None:
             self._bank = write(self._bank, slot, on_device)
         elif is_sole_owner(count_references(self._bank), self._own):
@@ -134,9 +134,9 @@ class DeviceTier:
             variable.set_value(self._bank.arrays[name])
 
 
-def _beside(bank: Bank) -> Sharding:
+def _beside(bank: Bank) -> Place:
     arrays = jax.tree.leaves(bank.arrays)
     sharding = arrays[0].sharding if arrays else SingleDeviceSharding(jax.devices()[0])
     if isinstance(sharding, NamedSharding):
-        return NamedSharding(sharding.mesh, PartitionSpec())
-    return sharding
+        sharding = NamedSharding(sharding.mesh, PartitionSpec())
+    return Place(sharding, None if bank.spread is None else bank.spread.slot)

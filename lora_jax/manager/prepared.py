@@ -4,8 +4,8 @@ Preparing reads no table and writes none, so it may run on any thread; whatever 
 with an adapter comes out here, while nothing has changed.
 
     packed    host, NumPy, at the adapter's own ranks
-    pinned    host, one flat buffer per dtype as large as a slot, in memory that a GPU
-              reads without a copy by the CPU
+    pinned    host, a few flat buffers, together as large as a slot, in memory that a
+              GPU reads without a copy by the CPU
     ahead     the same on the device already, until the first activation
 """
 
@@ -13,20 +13,19 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 import jax
-from jax.sharding import Sharding
 
 from lora_jax.adapters import Adapter
 from lora_jax.config import LoRAConfig
 from lora_jax.errors import faults
 from lora_jax.layers.domains import VISION
 from lora_jax.packing import Packed
-from lora_jax.staging import SlotLayout, stage_slot
+from lora_jax.staging import Place, SlotLayout, stage_slot
 
 PINNED = "pinned_host"
 """JAX's name for host memory whose pages cannot be swapped out."""
 
 Buffers = dict[str, jax.Array]
-"""Dtype name -> flat buffer of one slot."""
+"""Name -> buffer of one slot."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,14 +100,14 @@ def wants_pinned(platform: str, memory_kinds: Iterable[str]) -> bool:
     return platform == "gpu" and PINNED in memory_kinds
 
 
-def pin(prepared: Prepared, layout: SlotLayout, place: Sharding) -> Prepared:
+def pin(prepared: Prepared, layout: SlotLayout, place: Place) -> Prepared:
     """Returns the same with a host copy in pinned memory of the devices of `place`."""
     staged = stage_slot(layout, prepared.packed)
-    target = place.with_memory_kind(PINNED)
+    target = place.in_memory(PINNED).of(staged)
     return replace(prepared, pinned=jax.device_put(staged, target))
 
 
-def send(prepared: Prepared, layout: SlotLayout, place: Sharding) -> Prepared:
-    """Returns the same with its copy to `place` begun: one transfer per dtype."""
+def send(prepared: Prepared, layout: SlotLayout, place: Place) -> Prepared:
+    """Returns the same with its copy to `place` begun: one transfer per buffer."""
     source = prepared.pinned or stage_slot(layout, prepared.packed)
-    return replace(prepared, ahead=jax.device_put(source, place))
+    return replace(prepared, ahead=jax.device_put(source, place.of(source)))

@@ -3,6 +3,9 @@
 A token with k chosen experts makes k *pairs*; pair `p` is token `p // k`. Rows are
 never sorted here: who belongs to which expert is a `Routing` over experts. Knows
 nothing of how experts are chosen (`router.py`) or of checkpoints (`names.py`).
+
+Experts may be spread over devices (`expert_parallel.py`): each device then computes the
+pairs of its own experts, and the tokens' sums are added up.
 """
 
 import jax
@@ -12,6 +15,12 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from lora_jax.models.activations import ACTIVATIONS, gated
+from lora_jax.models.expert_mesh import (
+    EXPERT_AXIS,
+    ExpertMesh,
+    own_experts,
+    sum_over_devices,
+)
 from lora_kernels import Routing, grouped_dot, make_routing
 
 GATE_UP_NAMES = (("gate_proj", "w1"), ("up_proj", "w3"))
@@ -41,6 +50,8 @@ class ExpertLinear(nnx.Module):
       kernel: `(experts, d_in, d_out)`.
       bias: `(experts, d_out)`, or `None`.
       num_experts, in_features, out_features: static, as are all the arguments.
+      expert_mesh: over which devices the experts are spread (static), or `None`. The
+        arrays that one device sees hold its own experts only.
     """
 
     def __init__(
@@ -66,12 +77,15 @@ class ExpertLinear(nnx.Module):
         self.expert_names = expert_names
         self.interleaved = interleaved
         self.stored_in_out = stored_in_out
+        self.expert_mesh: ExpertMesh | None = None
         shape = (num_experts, in_features, self.out_features)
         draw = jax.nn.initializers.lecun_normal(batch_axis=0)
-        self.kernel = nnx.Param(draw(rngs.params(), shape, jnp.dtype(dtype)))
+        kernel = draw(rngs.params(), shape, jnp.dtype(dtype))
+        self.kernel = nnx.Param(kernel, expert_axis=0)
         self.bias: nnx.Param | None
         if use_bias:
-            self.bias = nnx.Param(jnp.zeros(shape[::2], jnp.dtype(dtype)))
+            bias = jnp.zeros(shape[::2], jnp.dtype(dtype))
+            self.bias = nnx.Param(bias, expert_axis=0)
         else:
             self.bias = nnx.data(None)
 
@@ -111,6 +125,7 @@ class Experts(nnx.Module):
       gate_up_proj: only if gated; columns are the gate's, then up's.
       up_proj: only if not gated.
       down_proj: in both kinds.
+      expert_mesh: as in `ExpertLinear`.
     """
 
     def __init__(
@@ -130,6 +145,7 @@ class Experts(nnx.Module):
         self.num_experts = num_experts
         self.gated = gated
         self.activation = activation
+        self.expert_mesh: ExpertMesh | None = None
 
         def linear(d_in, parts, fused_name, expert_names, interleaved) -> ExpertLinear:
             return ExpertLinear(
@@ -170,10 +186,11 @@ class Experts(nnx.Module):
           chosen: expert of each pair; one outside `[0, num_experts)` adds nothing.
           weights: float32; applied once, to the output, and summed in float32.
         """
-        pairs = _make_routing(chosen.reshape(-1), self.num_experts)
-        outputs = self.down_proj(self._hidden(x, pairs), pairs)
-        by_token = outputs.reshape(*chosen.shape, x.shape[-1]).astype(jnp.float32)
-        mixed = jnp.sum(by_token * weights.astype(jnp.float32)[..., None], axis=1)
+        place = self.expert_mesh
+        if place is None:
+            mixed = _mixed(self, x, chosen, weights)
+        else:
+            mixed = sum_over_devices(place, self, _mixed_here, x, chosen, weights)
         return mixed.astype(x.dtype)
 
     def _hidden(
@@ -183,6 +200,37 @@ class Experts(nnx.Module):
             return ACTIVATIONS[self.activation](self.up_proj(x, pairs))
         gate, up = jnp.split(self.gate_up_proj(x, pairs), 2, axis=-1)
         return gated(self.activation, gate, up)
+
+
+def _mixed(
+    experts: Experts,
+    x: Float[Array, "tokens d"],
+    chosen: Int[Array, "tokens k"],
+    weights: Float[Array, "tokens k"],
+) -> Float[Array, "tokens d"]:
+    """Returns in float32 what the experts that `experts` holds add to each token."""
+    down = experts.down_proj
+    pairs = _make_routing(chosen.reshape(-1), down.kernel.shape[0])
+    outputs = down(experts._hidden(x, pairs), pairs)
+    by_token = outputs.reshape(*chosen.shape, x.shape[-1]).astype(jnp.float32)
+    return jnp.sum(by_token * weights.astype(jnp.float32)[..., None], axis=1)
+
+
+def _mixed_here(
+    experts: Experts,
+    part: Int[Array, ""],
+    x: Float[Array, "tokens d"],
+    chosen: Int[Array, "tokens k"],
+    weights: Float[Array, "tokens k"],
+) -> Float[Array, "tokens d"]:
+    """`_mixed` on one of the devices; pairs of experts elsewhere add exact zeros."""
+    held, place = experts.down_proj.kernel.shape[0], experts.expert_mesh
+    if place is None or held * place.size != experts.num_experts:
+        raise ValueError(
+            f"a device holds {held} of {experts.num_experts} experts that are spread "
+            f"as {place}; restore parameters with their metadata ({EXPERT_AXIS})."
+        )
+    return _mixed(experts, x, own_experts(chosen, part, held), weights)
 
 
 def _has_expert(pairs: Routing) -> Array:
