@@ -187,6 +187,55 @@ def site_specs(model: str, workload: Spec) -> tuple[Spec, ...]:
     )
 
 
+class ExpertModel(NamedTuple):
+    """How many experts a layer has, how many a token chooses, and their sites."""
+
+    experts: int
+    chosen: int
+    sites: dict[str, tuple[int, tuple[int, ...]]]
+
+
+EXPERT_MODELS = MappingProxyType(
+    {
+        name: ExpertModel(
+            experts,
+            chosen,
+            {"gate_up": (hidden, (width, width)), "down": (width, (hidden,))},
+        )
+        for name, experts, chosen, hidden, width in [
+            ("mixtral-8x7b", 8, 2, 4096, 14336),
+            ("qwen3-30b-a3b", 128, 8, 2048, 768),
+            ("gpt-oss-20b", 32, 4, 2880, 2880),
+        ]
+    }
+)
+"""Models whose experts `lora_experts` adapts."""
+
+
+def expert_specs(model: str, workload: Spec) -> tuple[Spec, ...]:
+    """Returns the workload at a model's experts, as `lora_delta` computes it.
+
+    A token and an expert that it chose are a row, an adapter and an expert are a slot.
+    Rows of x that a token's experts share are counted once for each.
+
+    Args:
+      model: a key of `EXPERT_MODELS`.
+      workload: its `tokens` and `slots` are those of the dense layers.
+    """
+    experts, chosen, sites = EXPERT_MODELS[model]
+    return tuple(
+        dataclasses.replace(
+            workload,
+            name=f"{model}/{site}/{workload.name}",
+            tokens=workload.tokens * chosen,
+            slots=workload.slots * experts,
+            d_in=d_in,
+            part_widths=part_widths,
+        )
+        for site, (d_in, part_widths) in sites.items()
+    )
+
+
 SQUARE = Spec(name="square-2048", tokens=1, slots=8, d_in=2048, part_widths=(2048,))
 """One projection of a 1B-class model; eight slots."""
 
@@ -207,6 +256,7 @@ def suites() -> dict[str, tuple[Spec, ...]]:
     mixes: how the time of 32 decode rows over 32 slots depends on who is in the batch.
     ranks: 31 rows of rank 8 and one of rank 256, against 32 rows of rank 8.
     llama3: decode and prefill of Llama-3-8B in bfloat16; for GPUs.
+    experts: the same of the experts of three models, with four adapters; for GPUs.
     """
     eight = dataclasses.replace(SQUARE, distribution="distinct")
     many = dataclasses.replace(SQUARE, slots=32, tokens=32)
@@ -217,6 +267,10 @@ def suites() -> dict[str, tuple[Spec, ...]]:
     )
     one_high = dataclasses.replace(low, name="ranks/one-256", ranks=(8,) * 31 + (256,))
     large = Spec(name="", tokens=1, slots=32, dtype="bfloat16", distribution="distinct")
+    steps = [
+        dataclasses.replace(large, name="decode-t32", tokens=32),
+        dataclasses.replace(large, name="prefill-t2048", tokens=2048),
+    ]
     return {
         "tokens": by_tokens(eight, (1, 8, 32, 128, 512)),
         "smollm2": (
@@ -229,10 +283,12 @@ def suites() -> dict[str, tuple[Spec, ...]]:
         ),
         "ranks": (low, one_high),
         "llama3": tuple(
+            spec for step in steps for spec in site_specs("llama-3-8b", step)
+        ),
+        "experts": tuple(
             spec
-            for name, tokens in [("decode-t32", 32), ("prefill-t2048", 2048)]
-            for spec in site_specs(
-                "llama-3-8b", dataclasses.replace(large, name=name, tokens=tokens)
-            )
+            for step in steps
+            for model in EXPERT_MODELS
+            for spec in expert_specs(model, dataclasses.replace(step, slots=4))
         ),
     }

@@ -11,7 +11,9 @@ from lora_kernels.lora_delta.specs import (
     SITES,
     Spec,
     arrays_of,
+    expert_specs,
     site_specs,
+    suites,
 )
 
 # distribution -> rows of each slot, most first, for 64 tokens over 16 slots.
@@ -74,3 +76,16 @@ def test_every_model_has_its_four_fused_sites(model):
     ]
     assert [len(s.part_widths) for s in specs] == [3, 1, 2, 1]
     assert specs[3].d_in == specs[2].part_widths[0]
+
+
+def test_experts_are_slots_and_choices_are_rows():
+    workload = Spec(name="decode", tokens=32, slots=4)
+    up, down = expert_specs("qwen3-30b-a3b", workload)
+    assert (up.name, up.tokens, up.slots) == ("qwen3-30b-a3b/gate_up/decode", 256, 512)
+    assert (up.d_in, up.part_widths) == (2048, (768, 768))
+    assert (down.d_in, down.part_widths) == (768, (2048,))
+
+
+def test_suites_have_names_of_their_own():
+    names = [spec.name for suite in suites().values() for spec in suite]
+    assert len(names) == len(set(names))

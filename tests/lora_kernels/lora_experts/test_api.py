@@ -148,6 +148,19 @@ def test_one_program_serves_every_mix():
     assert len(traces) == 1
 
 
+def test_ten_times_the_slots_take_no_more_memory_for_the_same_batch():
+    def temporaries(slots):
+        case = small(slots=slots, d_in=512, part_widths=(256, 256))
+        positional, keywords = expert_arguments(expert_arrays(case), case.part_widths)
+        call = functools.partial(lora_experts, part_widths=keywords.pop("part_widths"))
+        compiled = jax.jit(call).lower(*positional, **keywords).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    virtual_slots = 27 * 5
+    grown = temporaries(30) - temporaries(3)
+    assert grown <= 256 * virtual_slots  # index arrays; A of one slot has 32 KiB
+
+
 def test_a_donated_output_is_reused():
     case = small()
     arrays = expert_arrays(case)
