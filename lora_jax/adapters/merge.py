@@ -6,7 +6,7 @@ untied when the two come to differ.
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,6 +15,8 @@ import numpy as np
 from lora_jax.adapters.adapter import Adapter
 from lora_jax.adapters.base_folder import BaseFolder, open_base
 from lora_jax.adapters.delta import Layer, merge_part
+from lora_jax.adapters.expert_tensors import Place, expert_places
+from lora_jax.adapters.merge_experts import Update, find_experts, merge_tensor
 from lora_jax.adapters.merged_folder import DTYPES, Merged, write_merged
 from lora_jax.adapters.names import match_modules
 from lora_jax.adapters.parts import AdapterPart, FullModule, TokenRows
@@ -30,7 +32,7 @@ class MergedModule:
     """What merging did to one module.
 
     Attributes:
-      module: module path in the base.
+      module: module path in the base; a tensor of all experts counts as a module.
       change: length of the change over the length of the base weight.
       loss: length of the rounding error over the length of the change; 1 would mean
         that rounding lost as much as the adapter gave.
@@ -59,13 +61,17 @@ Weighted = tuple[float, AdapterPart]
 
 @dataclass
 class _Plan:
-    """Which parts go into which module; used by one call of `merge_adapters` only."""
+    """Which parts go into which module; used by one call of `merge_adapters` only.
+
+    Updates of experts go by tensor, because one tensor may hold all of them.
+    """
 
     base: BaseFolder
     embed: str
     head: str
     untied: bool = False
     parts: dict[str, list[Weighted]] = field(default_factory=dict)
+    updates: dict[str, list[Update]] = field(default_factory=dict)
     done: list[MergedModule] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
 
@@ -102,12 +108,15 @@ def merge_adapters(
     if target.exists() and any(target.iterdir()):
         raise AdapterError(f"{target}: is not empty; give a new folder.")
     layers = {module: _merge_module(plan, module, dtype) for module in plan.parts}
+    experts = {name: _merge_experts(plan, name, dtype) for name in plan.updates}
     if plan.faults:
         names = ", ".join(repr(adapter.name) for adapter in adapters)
         headline = f"adapter {names} cannot be merged into {plan.base.path}:"
         raise AdapterError(faults(headline, plan.faults))
     whole = {module: layer for module, layer in layers.items() if layer is not None}
-    merged = Merged(plan.base, whole, plan.embed, plan.head, plan.untied, dtype)
+    merged = Merged(
+        plan.base, whole, experts, plan.embed, plan.head, plan.untied, dtype
+    )
     write_merged(merged, target)
     return MergeReport(tuple(plan.done), plan.untied)
 
@@ -125,13 +134,19 @@ def _plan(
             f"{len(adapters)} adapters with {len(weights or ())} weights; give one or "
             "more adapters, and as many weights or None."
         )
-    modules = {name.rpartition(".")[0] for name in base.shapes}
+    modules = {n.removesuffix(".weight") for n in base.shapes if n.endswith(".weight")}
     embed = next((m for m in sorted(modules) if m.endswith("embed_tokens")), "")
     head = next((m for m in sorted(modules) if m.endswith(HEAD)), HEAD)
     plan = _Plan(base, embed, head)
     known = modules | ({HEAD} if base.is_tied else set())
+    places = expert_places(base.shapes, base.config.get("model_type"))
     for adapter, weight in zip(adapters, weights or [1.0] * len(adapters), strict=True):
-        _add_parts(plan, adapter, weight, known)
+        _add_parts(plan, adapter, weight, known, places)
+    plan.faults += [
+        f"{module}: adapters of this kind and low-rank ones cannot be merged together"
+        for module in plan.parts
+        if f"{module}.weight" in plan.updates
+    ]
     if base.is_tied:
         _untie(plan)
     if len(adapters) > 1 or (weights is not None and set(weights) != {1.0}):
@@ -139,9 +154,20 @@ def _plan(
     return plan
 
 
-def _add_parts(plan: _Plan, adapter: Adapter, weight: float, known: set[str]) -> None:
+def _add_parts(
+    plan: _Plan,
+    adapter: Adapter,
+    weight: float,
+    known: set[str],
+    places: Mapping[str, Place],
+) -> None:
     plan.faults += _copy_faults(plan, adapter, known)
-    matched, unmatched = match_modules(adapter.parts, known)
+    experts = find_experts(adapter.parts, weight, places)
+    plan.faults += experts.faults
+    for update in experts.updates:
+        plan.updates.setdefault(update.rows.tensor, []).append(update)
+    others = [module for module in adapter.parts if module not in experts.modules]
+    matched, unmatched = match_modules(others, known)
     plan.faults += [f"{module}: is no module of the base" for module in unmatched]
     if adapter.invocation_tokens:
         text = "alora_invocation_tokens: an adapter that waits for tokens has no merge"
@@ -199,10 +225,22 @@ def _merge_module(plan: _Plan, module: str, dtype: str | None) -> Layer | None:
         rounded = whole.weight.astype(target)
     plan.done.append(_measure(module, layer.weight, whole.weight, rounded))
     if not np.isfinite(rounded).all():
-        plan.faults.append(f"{module}: overflows {target}; ask for a wider dtype")
+        plan.faults.append(_overflow(module, target))
     return Layer(
         _turn(rounded, flip), None if whole.bias is None else whole.bias.astype(target)
     )
+
+
+def _merge_experts(plan: _Plan, name: str, dtype: str | None) -> np.ndarray:
+    """Returns a tensor of experts with its updates, rounded."""
+    stored = plan.base.read(name)
+    target = DTYPES[dtype] if dtype else stored.dtype
+    merged = merge_tensor(stored, plan.updates[name], target)
+    module = name.removesuffix(".weight")
+    plan.done.append(_measured(module, merged.before, merged.change, merged.error))
+    if not np.isfinite(merged.values).all():
+        plan.faults.append(_overflow(module, target))
+    return merged.values
 
 
 def _is_input_major(base: BaseFolder, module: str) -> bool:
@@ -238,7 +276,13 @@ def _measure(
     rows = min(len(before), len(after))
     change = float(np.linalg.norm(after[:rows] - before[:rows]))
     error = float(np.linalg.norm(after - rounded.astype(np.float32)))
-    size = float(np.linalg.norm(before))
-    return MergedModule(
-        module, change / size if size else np.inf, error / change if change else 0.0
-    )
+    return _measured(module, float(np.linalg.norm(before)), change, error)
+
+
+def _measured(module: str, before: float, change: float, error: float) -> MergedModule:
+    share = change / before if before else np.inf
+    return MergedModule(module, share, error / change if change else 0.0)
+
+
+def _overflow(module: str, target: np.dtype) -> str:
+    return f"{module}: overflows {target}; ask for a wider dtype"

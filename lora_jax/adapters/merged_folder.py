@@ -27,6 +27,7 @@ class Merged:
     Attributes:
       base: the base model's folder.
       layers: module path -> its merged and rounded weights.
+      tensors: name -> values, for those that are not a layer's weight or bias.
       embed: path of the embedding, "" where there is none.
       head: path of the head.
       untied: whether the head is stored where the base stores none.
@@ -35,6 +36,7 @@ class Merged:
 
     base: BaseFolder
     layers: Mapping[str, Layer]
+    tensors: Mapping[str, np.ndarray]
     embed: str
     head: str
     untied: bool
@@ -81,7 +83,7 @@ def _tensor(merged: Merged, name: str) -> np.ndarray:
     module, _, kind = name.rpartition(".")
     layer = merged.layers.get(module)
     own = {"weight": layer.weight, "bias": layer.bias} if layer is not None else {}
-    array = own.get(kind)
+    array = merged.tensors.get(name, own.get(kind))
     if array is None:
         array = merged.base.read(name)
         if merged.dtype and array.dtype in (*DTYPES.values(), np.dtype(np.float64)):

@@ -216,7 +216,7 @@ def test_what_has_no_place_in_the_base_is_refused(tmp_path, extra, fields, text)
     assert not (tmp_path / "out").exists()
 
 
-def test_experts_are_not_merged(tmp_path):
+def test_experts_of_an_unknown_layout_are_not_merged(tmp_path):
     name = "model.layers.0.mlp.experts"
     one = adapter(pair(name, 4))
     base = write_base(tmp_path / "base", BASE | {f"{name}.weight": BASE[f"{Q}.weight"]})
