@@ -12,10 +12,11 @@ The JSON is written anew after every point, so a run that is cut off keeps what 
 
 import argparse
 import dataclasses
+import itertools
 import json
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -24,10 +25,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lora_kernels import lora_delta, make_routing
+from lora_kernels import Routing, lora_delta, lora_experts, make_routing
 from lora_kernels.lora_delta import bench, bench_report, cost
 from lora_kernels.lora_delta.api import IMPLEMENTATIONS
-from lora_kernels.lora_delta.specs import Spec, arrays_of, site_specs, suites
+from lora_kernels.lora_delta.specs import Arrays, Spec, arrays_of, site_specs, suites
 
 COMPARED = tuple(name for name in IMPLEMENTATIONS if name != "reference")
 
@@ -53,6 +54,12 @@ HEADLINES = (
 PREFILL_SLOTS, MOST_SLOTS = 8, 128
 
 
+CHOSEN = 3
+"""Experts of a token in stage a; it divides the rows of every spec there."""
+
+Run = Callable[[Spec, Arrays, str], np.ndarray]
+
+
 def correctness_specs() -> Iterator[Spec]:
     """Small sites: unaligned, parts absent, one rank block and several."""
     shapes = [(96, (64, 32, 8)), (577, (577, 190)), (4096, (4096, 1024, 1024))]
@@ -71,29 +78,12 @@ def correctness_specs() -> Iterator[Spec]:
                 )
 
 
-def check(spec: Spec, name: str) -> dict[str, object]:
+def check(spec: Spec, name: str, run: Run) -> dict[str, object]:
     """Returns the largest error of an implementation, or why it refused."""
     arrays = arrays_of(spec)
-    rest = {"scale": jnp.asarray(arrays.scale), "rank": jnp.asarray(arrays.rank)}
-    routing = make_routing(
-        jnp.asarray(arrays.slot), spec.slots, weight=jnp.asarray(arrays.weight)
-    )
-    positional = [jnp.asarray(array) for array in arrays[:4]]
-
-    def run(implementation: str) -> np.ndarray:
-        return np.asarray(
-            lora_delta(
-                *positional,
-                **rest,
-                routing=routing,
-                part_widths=spec.part_widths,
-                implementation=implementation,
-            )
-        )
-
     entry: dict[str, object] = {"spec": spec.name, "implementation": name}
     try:
-        got, want = run(name), run("reference")
+        got, want = run(spec, arrays, name), run(spec, arrays, "reference")
     except NotImplementedError as refusal:
         return entry | {"refusal": str(refusal)}
     wide = want.astype(np.float64)
@@ -103,6 +93,43 @@ def check(spec: Spec, name: str) -> dict[str, object]:
     largest = float(np.nan_to_num(error, nan=np.inf).max(initial=0))
     passed = exact and largest <= TOLERANCE[spec.dtype]
     return entry | {"error": largest, "base_exact": exact, "passed": passed}
+
+
+def delta(spec: Spec, arrays: Arrays, implementation: str) -> np.ndarray:
+    """Runs `lora_delta` on a workload."""
+    out = lora_delta(
+        *(jnp.asarray(array) for array in arrays[:4]),
+        scale=jnp.asarray(arrays.scale),
+        rank=jnp.asarray(arrays.rank),
+        routing=routing_of(arrays),
+        part_widths=spec.part_widths,
+        implementation=implementation,
+    )
+    return np.asarray(out)
+
+
+def experts(spec: Spec, arrays: Arrays, implementation: str) -> np.ndarray:
+    """Runs `lora_experts`: rows in turn share one of x, slots are experts of one."""
+    x, y, *bank = (jnp.asarray(array) for array in arrays[:6])
+    a, b, scale, rank = (array[None] for array in bank)
+    out = lora_experts(
+        x[: spec.tokens // CHOSEN],
+        y,
+        a,
+        b,
+        scale=scale,
+        rank=rank,
+        routing=routing_of(arrays),
+        part_widths=spec.part_widths,
+        implementation=implementation,
+    )
+    return np.asarray(out)
+
+
+def routing_of(arrays: Arrays) -> Routing:
+    """Returns the routing of a workload's rows."""
+    slots, weight = arrays.a.shape[0], jnp.asarray(arrays.weight)
+    return make_routing(jnp.asarray(arrays.slot), slots, weight=weight)
 
 
 def headline_specs() -> Iterator[Spec]:
@@ -161,8 +188,8 @@ class Record:
 def check_all(record: Record) -> None:
     """Stage a."""
     for spec in correctness_specs():
-        for name in COMPARED:
-            entry = check(spec, name)
+        for run, name in itertools.product((delta, experts), COMPARED):
+            entry = {"op": run.__name__} | check(spec, name, run)
             print(entry, flush=True)
             record.add("checks", [entry])
 
