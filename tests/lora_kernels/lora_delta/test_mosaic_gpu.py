@@ -64,6 +64,14 @@ def test_decode_equals_float64_and_poison_stays_out():
     np.testing.assert_array_equal(dirty, clean)
 
 
+def test_tokens_that_share_a_row_of_x_equal_float64():
+    spec = small(**SITE, tokens=9, max_rank=16)
+    arrays = arrays_of(spec)
+    repeated = arrays._replace(x=np.repeat(arrays.x[:3], 3, axis=0))
+    out = run(arrays._replace(x=arrays.x[:3]), spec.part_widths)
+    assert_equals_float64(out, repeated, spec.part_widths)
+
+
 def test_prefill_over_two_rank_tiles_equals_float64():
     site = SITE | {"part_widths": (64,), "ranks": (70, 33)}
     spec = small(**site, tokens=258, max_rank=80, distribution="identical")
@@ -87,6 +95,13 @@ def test_what_is_not_supported_is_refused_by_name(change, gpu, reason):
     spec = small(**(SITE | {"max_rank": 16} | change))
     with pytest.raises(NotImplementedError, match=reason):
         run(arrays_of(spec), spec.part_widths, gpu)
+
+
+def test_copies_of_too_many_rows_are_refused(monkeypatch):
+    spec = small(**SITE, max_rank=16)
+    monkeypatch.setattr(mosaic_gpu, "COPY_BYTES", 1000)
+    with pytest.raises(NotImplementedError, match=r"copied to \d+ bytes; at most 1000"):
+        run(arrays_of(spec), spec.part_widths)
 
 
 def test_no_rows_give_no_rows():
