@@ -8,78 +8,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 from expert_files import ALPHA, BLOCK, EXPERTS, FILES, Sizes
+from expert_models import build, make, serve
 from lora_jax import LoRAConfig, LoRAMapping, LRUCacheLoRAModelManager
 from lora_jax.adapters import adapter_from_tensors
 from lora_jax.errors import AdapterError
-from lora_jax.models.experts import Experts
 
 TOKENS = 24
 TOLERANCE = 2e-5
 """Of outputs of order 1, float32 against float64."""
-
-
-class Block(nnx.Module):
-    """A router and its experts."""
-
-    def __init__(self, sizes, top_k, rngs, *, gated=True):
-        self.gate = nnx.Linear(sizes.d, sizes.experts, use_bias=False, rngs=rngs)
-        self.experts = Experts(
-            sizes.experts,
-            sizes.d,
-            sizes.width,
-            gated=gated,
-            activation="silu" if gated else "relu2",
-            use_bias=sizes.interleaved,
-            interleaved=sizes.interleaved,
-            stored_in_out=sizes.interleaved,
-            dtype="float32",
-            rngs=rngs,
-        )
-        self.top_k = top_k
-
-    def __call__(self, x):
-        odds = jax.nn.softmax(self.gate(x).astype(jnp.float32), axis=-1)
-        weights, chosen = jax.lax.top_k(odds, self.top_k)
-        return self.experts(x, chosen.astype(jnp.int32), weights)
-
-
-class Model(nnx.Module):
-    """One block at the path that files name."""
-
-    def __init__(self, sizes, top_k, gated, rngs):
-        layer = nnx.Dict(mlp=Block(sizes, top_k, rngs, gated=gated))
-        self.model = nnx.Dict(layers=nnx.List([layer]))
-
-    @property
-    def block(self):
-        return self.model["layers"][0]["mlp"]
-
-    def __call__(self, x):
-        return self.block(x)
-
-
-def build(sizes, top_k, *, gated=True):
-    """Returns a model with NumPy's random weights, which nothing compiles for."""
-    rng = np.random.default_rng(0)
-    model = nnx.eval_shape(lambda: Model(sizes, top_k, gated, nnx.Rngs(0)))
-    graphdef, state = nnx.split(model)
-
-    def draw(leaf):
-        return jnp.asarray(0.3 * rng.standard_normal(leaf.shape), leaf.dtype)
-
-    return nnx.merge(graphdef, jax.tree.map(draw, state))
-
-
-def make(name, sizes, rank, *, seed, adapter_id):
-    """Returns a file's adapter and what it adds to each expert."""
-    file = FILES[name](np.random.default_rng(seed), sizes, rank)
-    tensors = {f"base_model.model.{n}": array for n, array in file.tensors.items()}
-    config = {"peft_type": "LORA", "lora_alpha": ALPHA, **file.config}
-    adapter = adapter_from_tensors(tensors, config, name=name, adapter_id=adapter_id)
-    return adapter, file.deltas
 
 
 def dense(model, x, deltas):
@@ -123,16 +61,6 @@ def _bias(linear):
     if linear.bias is None:
         return jnp.zeros((linear.num_experts, linear.out_features))
     return linear.bias[...]
-
-
-def serve(model, adapters, max_rank=16):
-    manager = LRUCacheLoRAModelManager(
-        model, LoRAConfig(max_loras=len(adapters), max_lora_rank=max_rank)
-    )
-    for adapter in adapters:
-        manager.add_adapter(adapter)
-        manager.activate_adapter(adapter.id)
-    return manager
 
 
 CASES = [
@@ -202,22 +130,26 @@ def test_what_nothing_decides_is_refused(name, sizes, text):
         serve(build(sizes, 2), [adapter])
 
 
-def test_experts_without_a_gate():
-    sizes = Sizes(6, 10, 8)
+@pytest.mark.parametrize("names", [("up_proj", "down_proj"), ("w1", "w2")])
+@pytest.mark.parametrize("stacked", [False, True])
+def test_experts_without_a_gate(names, stacked):
+    """Pairs for each expert, or three-axis factors of all of them."""
+    sizes, rank = Sizes(6, 10, 8), 3
     model = build(sizes, 2, gated=False)
-    rng, rank = np.random.default_rng(3), 3
+    rng = np.random.default_rng(3)
     tensors, deltas = {}, {}
     for name, role, d_in, d_out in (
-        ("up_proj", "up", 10, 8),
-        ("down_proj", "down", 8, 10),
+        (names[0], "up", 10, 8),
+        (names[1], "down", 8, 10),
     ):
         a = rng.standard_normal((6, rank, d_in)).astype(np.float32)
         b = rng.standard_normal((6, d_out, rank)).astype(np.float32)
         deltas[role] = (ALPHA / rank) * (b.astype(np.float64) @ a)
-        for expert in range(6):
-            module = f"base_model.model.{EXPERTS}.{expert}.{name}"
-            tensors[f"{module}.lora_A.weight"] = a[expert]
-            tensors[f"{module}.lora_B.weight"] = b[expert]
+        own = {f".{e}": (a[e], b[e]) for e in range(6)}
+        for place, (first, second) in ({"": (a, b)} if stacked else own).items():
+            module = f"base_model.model.{EXPERTS}{place}.{name}"
+            tensors[f"{module}.lora_A.weight"] = first
+            tensors[f"{module}.lora_B.weight"] = second
     config = {"peft_type": "LORA", "r": rank, "lora_alpha": ALPHA}
     adapter = adapter_from_tensors(tensors, config, name="a", adapter_id=1)
     manager = serve(model, [adapter])
@@ -229,6 +161,56 @@ def test_experts_without_a_gate():
         expected = dense(model, x[row], deltas if id_ else {})
         scale = np.abs(expected).max()
         np.testing.assert_allclose(found[row], expected, atol=TOLERANCE * scale)
+
+
+def test_gradients_are_those_of_each_adapter_alone():
+    """Of the slot arrays, in a mixed batch; and nothing for a slot without rows."""
+    from lora_jax.forward import forward, split
+
+    sizes = Sizes(4, 12, 10)
+    model = build(sizes, 2)
+    names = ["pairs", "fused", "shared_outer"]
+    made = [make(n, sizes, 3, seed=i, adapter_id=i + 1)[0] for i, n in enumerate(names)]
+    manager = serve(model, made)
+    graphdef, weights = split(model)
+    rng = np.random.default_rng(1)
+    x = jnp.asarray(rng.standard_normal((8, 12)), jnp.float32)
+    pull = jnp.asarray(rng.standard_normal((8, 12)), jnp.float32)
+    ids = np.array([1, 0, 2, 1, 2, 0, 1, 2])  # The third has no rows.
+
+    def factors(bank):
+        arrays = {
+            f"{name}.{key}": array
+            for name, site in bank.arrays.items()
+            for key, array in site.items()
+            if key in ("a", "b") and "experts" in name
+        }
+        return arrays
+
+    def loss(found, bank, routing, keep):
+        arrays = {
+            name: {
+                key: found.get(f"{name}.{key}", array) for key, array in site.items()
+            }
+            for name, site in bank.arrays.items()
+        }
+        new = type(bank)(arrays, bank.stacked)
+        out = forward(graphdef, weights, new, routing, x)
+        return jnp.sum(jnp.where(keep[:, None], out * pull, 0))
+
+    def gradient(rows_of):
+        ids_here = np.where(np.isin(ids, rows_of), ids, 0)
+        manager.set_adapter_mapping(LoRAMapping(ids_here.tolist(), []))
+        keep = jnp.asarray(np.isin(ids, rows_of))
+        bank = manager.bank
+        return jax.grad(loss)(factors(bank), bank, manager.routing, keep)
+
+    mixed, first, second = gradient([1, 2]), gradient([1]), gradient([2])
+    for key, array in mixed.items():
+        np.testing.assert_allclose(array[0], first[key][0], atol=TOLERANCE)
+        np.testing.assert_allclose(array[1], second[key][1], atol=TOLERANCE)
+        assert np.abs(array[:2]).max() > 10 * TOLERANCE
+        np.testing.assert_array_equal(array[2], 0)
 
 
 def test_an_adapter_without_experts_leaves_them_bit_for_bit():
