@@ -31,7 +31,9 @@ class LoRAConfig:
       max_cpu_loras: adapters kept on the host, >= max_loras. None: max_loras, and the
         built value holds that number.
       fully_sharded_loras: also shard the rank or output axis over devices (S-LoRA).
-      enable_expert_parallel: experts are spread over devices; excludes
+      enable_expert_parallel: insist that the model's experts are spread over devices
+        (`shard_experts`): a model whose are not is then refused. Nothing else depends
+        on it, as the model itself says where its experts are. Excludes
         `fully_sharded_loras`.
       lora_dtype: dtype of the slot arrays, one of `DTYPES`.
       target_modules: names of the modules that may be adapted: last name, whole path,

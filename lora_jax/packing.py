@@ -85,7 +85,7 @@ def pack(adapter: Adapter, sites: Sites, dtype: np.dtype) -> Packed:
     problems += _vocabulary_faults(grouped, sites)
     problems += [f"{text}." for text in value_overflows(adapter.parts, dtype)]
     problems += base_copy_faults(adapter, sites)
-    if not adapter.parts:
+    if not adapter.parts and adapter.local_experts is None:
         problems.append("the adapter adapts no module.")
     if left_out and not matched:
         domains = " and ".join(sorted(set(left_out.values())))

@@ -146,6 +146,23 @@ class Place:
             for name, buffer in staged.items()
         }
 
+    def put(self, staged: Staged) -> dict[str, jax.Array]:
+        """Returns the buffers on their way: one transfer each, and to each device.
+
+        To devices of several processes each process sends what its own hold; it need
+        not know the rest.
+        """
+        places = self.of(staged)
+        values = list(staged.values())
+        if self.whole.is_fully_addressable or isinstance(values[0], jax.Array):
+            return jax.device_put(dict(staged), places)
+        return {
+            name: jax.make_array_from_callback(
+                buffer.shape, places[name], buffer.__getitem__
+            )
+            for name, buffer in staged.items()
+        }
+
     def in_memory(self, kind: str) -> "Place":
         """Returns the same places in another memory of the same devices."""
         spread = None if self.spread is None else self.spread.with_memory_kind(kind)

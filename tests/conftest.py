@@ -1,4 +1,4 @@
-"""What every test runs under: CPU, two devices, strict shapes, fixed seeds, no network.
+"""What every test runs under: CPU, four devices, strict shapes, fixed seeds, offline.
 
 The environment is set before JAX is imported, and only where nothing is set, so that
 `JAX_PLATFORMS=cuda pytest -m gpu` runs on a GPU.
@@ -7,7 +7,7 @@ The environment is set before JAX is imported, and only where nothing is set, so
 import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=2")
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 

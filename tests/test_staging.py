@@ -3,12 +3,13 @@
 import jax
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 from helpers import Toy, make_adapter
 from lora_jax.config import LoRAConfig
 from lora_jax.layers import wrap
 from lora_jax.packing import Packed, pack
-from lora_jax.staging import in_order, slot_layout, stage_slot
+from lora_jax.staging import Place, in_order, slot_layout, stage_slot
 
 FLOAT32 = np.dtype("float32")
 LAYOUT = {
@@ -27,6 +28,37 @@ def test_values_sit_in_the_corner_of_their_place_and_the_rest_is_zeros():
         "float32": [0] * 6 + [7] * 3 + [0] * 3,
         "int32": [0, 1],
     }
+
+
+def test_spread_experts_have_buffers_of_their_own_with_an_axis_of_experts():
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("expert",))
+    spread = NamedSharding(mesh, PartitionSpec("expert"))
+    layout = LAYOUT | {
+        "layer.3": {
+            "a": jax.ShapeDtypeStruct((2, 3), np.float32, sharding=spread),
+            "b": jax.ShapeDtypeStruct((2, 1, 2), np.float32, sharding=spread),
+        }
+    }
+    values = {
+        "a": np.full((2, 2), 7, np.float32),
+        "b": np.full((2, 1, 1), 8, np.float32),
+    }
+    staged = stage_slot(layout, Packed("x", {"layer.3": values}, {}))
+    assert {name: buffer.shape for name, buffer in staged.items()} == {
+        "float32": (12,),
+        "int32": (2,),
+        "float32, 2 experts": (2, 5),
+    }
+    assert staged["float32, 2 experts"].tolist() == [[7, 7, 0, 8, 0]] * 2
+    whole = NamedSharding(mesh, PartitionSpec())
+    place = Place(whole, spread)
+    assert place.of(staged) == {
+        "float32": whole,
+        "int32": whole,
+        "float32, 2 experts": spread,
+    }
+    sent = place.put(staged)["float32, 2 experts"]
+    assert [s.data.shape for s in sent.addressable_shards] == [(1, 5), (1, 5)]
 
 
 def test_the_order_is_that_of_sorted_names():

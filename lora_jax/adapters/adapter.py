@@ -83,6 +83,7 @@ class Adapter:
         for one that always acts.
       base_copies: module path -> sample of the base weight that the file carries; they
         must equal the served base's (`BaseCopy.difference`).
+      local_experts: experts whose own tensors were read; None: all.
     """
 
     name: str
@@ -94,6 +95,7 @@ class Adapter:
     config: Mapping[str, object] = field(default_factory=dict)
     invocation_tokens: tuple[int, ...] = ()
     base_copies: Mapping[str, BaseCopy] = field(default_factory=dict)
+    local_experts: range | None = None
 
     def __post_init__(self) -> None:
         for name in ("parts", "config", "base_copies"):

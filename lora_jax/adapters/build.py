@@ -16,7 +16,7 @@ from lora_jax.adapters.expert_layout import with_orientations
 from lora_jax.adapters.grouping import Groups, group_tensors
 from lora_jax.adapters.kinds import KINDS
 from lora_jax.adapters.mapper import NameMapper
-from lora_jax.adapters.names import Role
+from lora_jax.adapters.names import Role, read_name
 from lora_jax.adapters.overflow import product_overflows
 from lora_jax.adapters.parts import AdapterPart, arrays, is_zero, nested, scale_of
 from lora_jax.adapters.report import Ignored, ModuleReport, Report
@@ -24,6 +24,9 @@ from lora_jax.errors import AdapterError, faults
 
 MAX_FAULTS = 50
 """Faults told of one adapter; the rest are counted."""
+
+ELSEWHERE = "not read: it is of an expert that another process holds"
+"""Reason of the tensors outside `local_experts`."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,8 @@ class Source:
       read: names in the file that are not in `tensors` -> what was read from them.
       faults: what is already known to be wrong.
       mapper: the model's way with names.
+      unread: names of the tensors of experts that other processes hold.
+      local_experts: experts whose tensors were read; None: all.
     """
 
     tensors: Mapping[str, np.ndarray]
@@ -53,6 +58,8 @@ class Source:
     read: Mapping[str, str] = field(default_factory=dict)
     faults: tuple[str, ...] = ()
     mapper: NameMapper = field(default_factory=NameMapper)
+    unread: tuple[str, ...] = ()
+    local_experts: range | None = None
 
 
 def build_adapter(source: Source, *, name: str, adapter_id: int | None) -> Adapter:
@@ -74,20 +81,21 @@ def build_adapter(source: Source, *, name: str, adapter_id: int | None) -> Adapt
     if meaning is not None:
         try:
             built = _build_parts(groups, meaning)
-            notes += meaning.absent([item.alias or m for m, item in built.items()])
+            here = [item.alias or m for m, item in built.items()]
+            notes += meaning.absent([*here, *_modules(source.unread)])
         except ValueError as error:
             found.append(f"config: rank_pattern or alpha_pattern: {error}")
         found += [fault for item in built.values() for fault in item.faults]
         found += _limit_faults(built, source.max_lora_rank)
         found += [] if source.allow_nonfinite else _overflow_faults(built)
         found += _mapped_faults(built, source.mapper)
-    if not groups.modules and not found:
+    if not groups.modules and not source.unread and not found:
         found.append("there is no LoRA tensor in it, so it would change nothing")
     if found or meaning is None:
         headline = f"adapter {name!r} ({source.where}) cannot be read:"
         raise AdapterError(faults(headline, _cut(found)))
     parts = _named_parts(built, source.mapper)
-    if all(is_zero(part) for part in parts.values()):
+    if parts and all(is_zero(part) for part in parts.values()):
         notes.append("every update is zero, so the adapter changes nothing")
     copies = {source.mapper.map(m): copy for m, copy in groups.base_copies.items()}
     return Adapter(
@@ -100,12 +108,17 @@ def build_adapter(source: Source, *, name: str, adapter_id: int | None) -> Adapt
         config=source.config,
         invocation_tokens=meaning.invocation_tokens,
         base_copies=copies,
+        local_experts=source.local_experts,
     )
 
 
 def _cut(found: list[str]) -> list[str]:
     hidden = len(found) - MAX_FAULTS
     return [*found[:MAX_FAULTS], f"... and {hidden} more"] if hidden > 0 else found
+
+
+def _modules(names: tuple[str, ...]) -> list[str]:
+    return [parsed.module for parsed in map(read_name, names) if parsed is not None]
 
 
 def _build_parts(groups: Groups, meaning: Meaning) -> dict[str, Built]:
@@ -181,8 +194,9 @@ def _report(
     ignored = [
         *groups.ignored,
         *(Ignored(name, f"read as {what}") for name, what in source.read.items()),
+        *(Ignored(name, ELSEWHERE) for name in source.unread),
     ]
-    total = len(source.tensors) + len(source.read)
+    total = len(source.tensors) + len(source.read) + len(source.unread)
     report = Report(tuple(rows), tuple(ignored), total, tuple(notes))
     assert report.matched + len(ignored) == total
     return report

@@ -12,7 +12,13 @@ import numpy as np
 
 from lora_jax.adapters.location import check_inside
 from lora_jax.adapters.pickle_file import read_torch_file
-from lora_jax.adapters.safetensors_file import open_regular, read_safetensors
+from lora_jax.adapters.remote import is_remote
+from lora_jax.adapters.safetensors_file import (
+    Wanted,
+    every,
+    open_regular,
+    read_safetensors,
+)
 from lora_jax.errors import AdapterError, AdapterNotFoundError
 
 CONFIG_NAME = "adapter_config.json"
@@ -35,15 +41,35 @@ class Folder:
       path: the folder, or the file that was read alone.
       config: the parsed config.
       tensors: name -> read-only values.
+      unread: names of the tensors of experts that other processes hold.
     """
 
     path: Path
     config: Mapping[str, object]
     tensors: Mapping[str, np.ndarray]
+    unread: tuple[str, ...] = ()
+
+
+class _Local:
+    """Wants what this process holds, and remembers what it did not want."""
+
+    def __init__(self, experts: range | None) -> None:
+        self._experts = experts
+        self.unread: dict[str, None] = {}  # A set in the order of the file.
+
+    def __call__(self, name: str) -> bool:
+        if is_remote(name, self._experts):
+            self.unread[name] = None
+            return False
+        return True
 
 
 def read_folder(
-    path: Path, *, root: Path | None = None, check: Check | None = None
+    path: Path,
+    *,
+    root: Path | None = None,
+    check: Check | None = None,
+    local_experts: range | None = None,
 ) -> Folder:
     """Reads an adapter's folder.
 
@@ -51,6 +77,7 @@ def read_folder(
       path: the folder.
       root: folder that every file must lie in, symbolic links followed; None for any.
       check: is given the config before the weights are read, and may refuse it.
+      local_experts: tensors of one expert outside it are not read; None reads all.
 
     Raises:
       AdapterNotFoundError: if there is no config in it.
@@ -64,17 +91,23 @@ def read_folder(
     config = read_json(path / CONFIG_NAME)
     if check is not None:
         check(config)
+    local = _Local(local_experts)
     for name, reader in READERS.items():
         if (path / name).exists():
-            return Folder(path, config, reader(path / name))
+            tensors = reader(path / name, local)
+            return Folder(path, config, tensors, tuple(local.unread))
     raise AdapterError(
         f"adapter {path.name!r}: {path} doesn't contain tensors; expected "
         f"{' or '.join(READERS)}."
     )
 
 
-def read_file(path: Path, *, root: Path | None = None) -> Folder:
+def read_file(
+    path: Path, *, root: Path | None = None, local_experts: range | None = None
+) -> Folder:
     """Reads a single weights file; a config beside it is read too, none is needed.
+
+    Arguments are as in `read_folder`.
 
     Raises:
       AdapterError: as `read_folder`.
@@ -85,7 +118,9 @@ def read_file(path: Path, *, root: Path | None = None) -> Folder:
         check_inside(beside, root)
     reader = read_safetensors if path.suffix == ".safetensors" else read_torch_file
     config = read_json(beside) if beside.exists() else {}
-    return Folder(path, config, reader(path))
+    local = _Local(local_experts)
+    tensors = reader(path, local)
+    return Folder(path, config, tensors, tuple(local.unread))
 
 
 def _no_config(path: Path) -> str:
@@ -97,8 +132,8 @@ def _no_config(path: Path) -> str:
     return f"adapter {path.name!r}: {path} holds no {CONFIG_NAME}; {advice}."
 
 
-def read_shards(path: Path) -> Tensors:
-    """Returns the tensors that an index of safetensors files lists.
+def read_shards(path: Path, wanted: Wanted = every) -> Tensors:
+    """Returns the wanted tensors that an index of safetensors files lists.
 
     Raises:
       AdapterError: if the index and its files do not agree, or a file is elsewhere.
@@ -114,17 +149,17 @@ def read_shards(path: Path) -> Tensors:
         )
     tensors: Tensors = {}
     for name in sorted(files):
-        for tensor, array in read_safetensors(path.parent / name).items():
+        for tensor, array in read_safetensors(path.parent / name, wanted).items():
             if listed.get(tensor) != name:
                 raise AdapterError(f"{path}: {name} holds {tensor!r}, which it denies.")
             tensors[tensor] = array
-    missing = sorted(set(listed) - set(tensors))
+    missing = sorted(name for name in set(listed) - set(tensors) if wanted(name))
     if missing:
         raise AdapterError(f"{path}: its files lack {', '.join(missing[:3])}.")
     return tensors
 
 
-READERS: Mapping[str, Callable[[Path], Tensors]] = {
+READERS: Mapping[str, Callable[[Path, Wanted], Tensors]] = {
     "adapter_model.safetensors": read_safetensors,
     "adapter_model.safetensors.index.json": read_shards,
     "adapter_model.bin": read_torch_file,

@@ -30,6 +30,7 @@ def load_adapter(
     root: str | os.PathLike[str] | None = None,
     base_config: Mapping[str, object] | None = None,
     mapper: NameMapper | None = None,
+    local_experts: range | None = None,
 ) -> Adapter:
     """Reads an adapter's folder.
 
@@ -47,6 +48,10 @@ def load_adapter(
         that of the base model that the adapter names, if it is a folder here and no
         root is set.
       mapper: how the model's names differ from the file's, None where they do not.
+      local_experts: experts that this process holds. Tensors of one other expert are
+        not read: they take no time and no memory, and the report names them. Tensors
+        of all experts are read whole. `content_hash` is of what was read. None reads
+        everything.
 
     Returns:
       The adapter; every tensor of the file is in its parts or, with the reason, in its
@@ -62,9 +67,9 @@ def load_adapter(
     shown = name or (full.name if found.is_dir() else full.stem)
     if found.is_dir():
         check = partial(_check_rank, shown, found, max_lora_rank)
-        folder = read_folder(found, root=top, check=check)
+        folder = read_folder(found, root=top, check=check, local_experts=local_experts)
     else:
-        folder = read_file(found, root=top)
+        folder = read_file(found, root=top, local_experts=local_experts)
     source = _source(
         folder.tensors,
         folder.config,
@@ -74,6 +79,7 @@ def load_adapter(
         allow_nonfinite=allow_nonfinite,
         mapper=NameMapper() if mapper is None else mapper,
     )
+    source = replace(source, unread=folder.unread, local_experts=local_experts)
     return build_adapter(source, name=shown, adapter_id=adapter_id)
 
 

@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 
 from lora_jax.adapters.pickle_machine import Call, Name, Storage, run
-from lora_jax.adapters.safetensors_file import MAX_NAME, open_regular
+from lora_jax.adapters.safetensors_file import MAX_NAME, Wanted, every, open_regular
 from lora_jax.errors import AdapterError
 
 MAX_PROGRAM_BYTES = 32 * 2**20
@@ -53,8 +53,8 @@ CONVERT = (
 )
 
 
-def read_torch_file(path: Path) -> dict[str, np.ndarray]:
-    """Returns the tensors of a file that torch.save wrote of a flat state dict.
+def read_torch_file(path: Path, wanted: Wanted = every) -> dict[str, np.ndarray]:
+    """Returns the wanted tensors of a file that torch.save wrote of a flat state dict.
 
     Raises:
       AdapterError: if the file is no zip of torch's, or its pickle holds anything but
@@ -63,7 +63,7 @@ def read_torch_file(path: Path) -> dict[str, np.ndarray]:
     with open_regular(path) as file:
         try:
             with zipfile.ZipFile(file) as archive:
-                return _read_archive(archive)
+                return _read_archive(archive, wanted)
         except BROKEN_ZIP as error:
             text = f"{path}: is no zip file of torch.save: {error}; {CONVERT}"
             raise AdapterError(text) from error
@@ -71,7 +71,7 @@ def read_torch_file(path: Path) -> dict[str, np.ndarray]:
             raise AdapterError(f"{path}: {error}; {CONVERT}") from error
 
 
-def _read_archive(archive: zipfile.ZipFile) -> dict[str, np.ndarray]:
+def _read_archive(archive: zipfile.ZipFile, wanted: Wanted) -> dict[str, np.ndarray]:
     members = archive.infolist()
     names = [member.filename for member in members]
     if len(members) > MAX_MEMBERS or len(set(names)) != len(names):
@@ -93,6 +93,7 @@ def _read_archive(archive: zipfile.ZipFile) -> dict[str, np.ndarray]:
     return {
         _key(name): _to_array(value, archive, f"{root}data/", storages)
         for name, value in content.items()
+        if wanted(_key(name))
     }
 
 

@@ -11,7 +11,7 @@ import json
 import math
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
@@ -62,8 +62,19 @@ class Entry:
     end: int
 
 
-def read_safetensors(path: Path) -> dict[str, np.ndarray]:
-    """Returns every tensor of the file as a read-only array, by name.
+Wanted = Callable[[str], bool]
+"""Says of a tensor's name whether its values are to be read."""
+
+
+def every(name: str) -> bool:
+    """Wants every tensor."""
+    return True
+
+
+def read_safetensors(path: Path, wanted: Wanted = every) -> dict[str, np.ndarray]:
+    """Returns the wanted tensors of the file as read-only arrays, by name.
+
+    Of the others no byte is read; the header must be sound all the same.
 
     Raises:
       AdapterError: if it is no regular file, or its header and data disagree in any
@@ -71,7 +82,11 @@ def read_safetensors(path: Path) -> dict[str, np.ndarray]:
     """
     with open_regular(path) as file:
         entries = read_header(file, path)
-        return {name: read_entry(file, path, entry) for name, entry in entries.items()}
+        return {
+            name: read_entry(file, path, entry)
+            for name, entry in entries.items()
+            if wanted(name)
+        }
 
 
 def open_regular(path: Path) -> BufferedReader:

@@ -25,13 +25,17 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from lora_jax.adapters import AdapterPart, ExpertPairs, ExpertsLowRank, LowRank
 from lora_jax.adapters.expert_layout import ExpertShape, expert_factors, layout_faults
 from lora_jax.adapters.parts import scale_of
+from lora_jax.config import LoRAConfig
+from lora_jax.errors import ConfigError
 from lora_jax.layers.base import HostSlot, LoRALayer, PartKey, Shape, SlotSpec, zero
 from lora_jax.models.expert_mesh import EXPERT_AXIS
-from lora_jax.models.experts import ExpertLinear
+from lora_jax.models.expert_parallel import process_experts
+from lora_jax.models.experts import ExpertLinear, Experts
 from lora_kernels import Routing, lora_experts, pair_routing
 
 
@@ -131,6 +135,10 @@ class LoRAExperts(LoRALayer):
 
         Experts and projections that the adapter leaves out keep rank 0. Factors for
         several parts lend their A to each of them and their B rows to their owners.
+
+        Experts that other processes hold stay zeros of rank 0: nothing of a file is
+        copied for them, and pages that nobody writes take no memory. The arrays have
+        their places all the same, so `nbytes` counts them.
         """
         site, experts, parts = self.lora_site, self._experts, len(self.lora_site.parts)
         most = max(weight.rank for weight in weights.values())
@@ -138,17 +146,20 @@ class LoRAExperts(LoRALayer):
         b = np.zeros((experts, most, site.d_out), dtype)
         scale = np.zeros((experts, parts), np.float32)
         ranks = np.zeros((experts, parts), np.int32)
-        starts = np.cumsum([0, *site.part_widths])
+        starts, held = np.cumsum([0, *site.part_widths]), self._held
         for key, weight in weights.items():
-            owners = slice(None) if key is None else sorted(self._experts_of(key))
-            first, second = self._factors(key, weight)
+            named = sorted(self._experts_of(key))  # One expert, or all of them.
+            begin = max(named[0], held.start)
+            owners = slice(begin, max(begin, min(named[-1] + 1, held.stop)))
+            own = slice(owners.start - named[0], owners.stop - named[0])
+            first, second = (factor[own] for factor in self._factors(key, weight))
             row = 0
             for part in self._parts_of(key):
                 width = site.part_widths[part]
                 columns = slice(starts[part], starts[part + 1])
-                own = second[:, row : row + width].swapaxes(1, 2)
+                rows = second[:, row : row + width].swapaxes(1, 2)
                 a[owners, part, : weight.rank] = first
-                b[owners, : weight.rank, columns] = own
+                b[owners, : weight.rank, columns] = rows
                 scale[owners, part] = scale_of(weight)
                 ranks[owners, part] = weight.rank
                 row += width
@@ -165,6 +176,14 @@ class LoRAExperts(LoRALayer):
     @property
     def _experts(self) -> int:
         return self.lora_site.shape.experts
+
+    @property
+    def _held(self) -> range:
+        """Experts of which this process keeps copies."""
+        base: ExpertLinear = self  # type: ignore[assignment]
+        place = base.expert_mesh
+        held = None if place is None else process_experts(place, self._experts)
+        return range(self._experts) if held is None else held
 
     def _numbers(self, key: PartKey) -> tuple[int, ...]:
         if key is None:
@@ -224,6 +243,30 @@ def describe_experts(layer: ExpertLinear, name: str) -> Shape:
         groups=tuple(keys.items()),
         experts=layer.num_experts,
     )
+
+
+def check_spread(model: nnx.Module, config: LoRAConfig) -> None:
+    """Refuses options that do not fit where a model's experts lie.
+
+    Raises:
+      ConfigError: if `enable_expert_parallel` is set and no expert is spread over
+        devices, or `fully_sharded_loras` and experts are.
+    """
+    spread = any(
+        isinstance(module, Experts) and module.expert_mesh is not None
+        for _, module in nnx.iter_modules(model)
+    )
+    name = type(model).__name__
+    if config.enable_expert_parallel and not spread:
+        raise ConfigError(
+            f"enable_expert_parallel=True, but no experts of {name} are spread over "
+            "devices; call shard_experts(model, mesh) first."
+        )
+    if config.fully_sharded_loras and spread:
+        raise ConfigError(
+            f"fully_sharded_loras=True, but the experts of {name} are spread over "
+            "devices; the two cannot be combined, leave the option out."
+        )
 
 
 def _pair_faults(weights: LowRank, shape: ExpertShape) -> list[str]:

@@ -16,6 +16,7 @@ from lora_jax.config import LoRAConfig
 from lora_jax.errors import ConfigError, ModelError, faults
 from lora_jax.layers.base import LoRALayer, LoRARouting, LoRASlots, Shape, Site
 from lora_jax.layers.domains import check_multimodal, domain_of, is_left_out
+from lora_jax.layers.experts import check_spread
 from lora_jax.layers.head import LoRAHead
 from lora_jax.layers.naming import group_names, other_names
 from lora_jax.layers.sites import Sites, Target, targets_of
@@ -43,12 +44,14 @@ def wrap(model: nnx.Module, config: LoRAConfig) -> Sites:
       The sites, their slots still without arrays (`bank.empty_bank` makes them).
     Raises:
       ConfigError: if a target module matches nothing, or what cannot be wrapped; if an
-        option is for multimodal models and this is none.
+        option is for multimodal models and this is none, or for experts that are
+        spread over devices and these are not, or the other way round.
       ModelError: if the model has no layer that can carry LoRA.
     """
     unwrap(model)
     prefixes = getattr(type(model), "lora_domains", {})
     check_multimodal(type(model).__name__, prefixes, config)
+    check_spread(model, config)
     packed = getattr(type(model), "packed_modules_mapping", {})
     found = [
         _candidate(paths, layer, packed) for paths, layer in _layers_with_paths(model)

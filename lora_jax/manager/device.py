@@ -91,7 +91,7 @@ class DeviceTier:
 
     def _put(self, slot: int, staged: Staged) -> None:
         start = time.perf_counter()
-        on_device = jax.device_put(staged, self.place.of(staged))
+        on_device = self.place.put(staged)
         if self._own is None:
             self._bank = write(self._bank, slot, on_device)
         elif is_sole_owner(count_references(self._bank), self._own):

@@ -21,6 +21,8 @@ class Memory:
     Attributes:
       slots: number of slots.
       sites: bytes of one slot, by site.
+      parts: over how many devices a site's slots are spread, where experts are; the
+        other sites are whole on each device.
       host_capacity: adapters that the host may hold.
       host_copies: copies of each adapter on the host: the file's values, the bank's
         layout and, where host memory is pinned, a whole slot.
@@ -38,6 +40,7 @@ class Memory:
     host_copies: int = 2
     adapters: Mapping[int, int] = field(default_factory=dict)
     staged: int = 0
+    parts: Mapping[str, int] = field(default_factory=dict, repr=False)
 
     @property
     def slot(self) -> int:
@@ -46,8 +49,17 @@ class Memory:
 
     @property
     def device(self) -> int:
-        """Bytes on the device: all slots, from the start, and what was sent ahead."""
+        """Bytes on the device: all slots, from the start, and what was sent ahead.
+
+        If experts are spread, what devices repeat counts once; see `each_device`.
+        """
         return self.slots * self.slot + self.staged
+
+    @property
+    def each_device(self) -> int:
+        """Bytes of all slots on each of the devices over which experts are spread."""
+        cut = (size // self.parts.get(name, 1) for name, size in self.sites.items())
+        return self.slots * sum(cut)
 
     @property
     def host(self) -> int:
@@ -63,6 +75,7 @@ class Memory:
         rows = [
             ("one slot", self.slot),
             (f"device, {self.slots} slots", self.device),
+            *([("of that on each device", self.each_device)] if self.parts else []),
             (f"host, {len(self.adapters)} adapters", self.host),
             (f"host, at most {self.host_capacity} adapters", self.host_at_most),
         ]
@@ -88,7 +101,13 @@ def memory_needed(model: nnx.Module, config: LoRAConfig) -> Memory:
     sites = wrap(trial, config)
     layout = slot_layout(sites, bank_dtype(sites, config.lora_dtype))
     copies = 3 if pins_host_memory(config) else 2
-    return Memory(config.max_loras, site_bytes(layout), config.host_capacity, copies)
+    return Memory(
+        slots=config.max_loras,
+        sites=site_bytes(layout),
+        host_capacity=config.host_capacity,
+        host_copies=copies,
+        parts=site_parts(layout),
+    )
 
 
 def site_bytes(layout: SlotLayout) -> dict[str, int]:
@@ -96,6 +115,16 @@ def site_bytes(layout: SlotLayout) -> dict[str, int]:
     return {
         name: sum(_nbytes(spec) for spec in site.values())
         for name, site in layout.items()
+    }
+
+
+def site_parts(layout: SlotLayout) -> dict[str, int]:
+    """Returns over how many devices each site's slots are spread, if they are."""
+    return {
+        name: spec.shape[0] // spec.sharding.shard_shape(spec.shape)[0]
+        for name, site in layout.items()
+        for spec in site.values()
+        if spec.sharding is not None
     }
 
 

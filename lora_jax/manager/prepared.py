@@ -103,11 +103,10 @@ def wants_pinned(platform: str, memory_kinds: Iterable[str]) -> bool:
 def pin(prepared: Prepared, layout: SlotLayout, place: Place) -> Prepared:
     """Returns the same with a host copy in pinned memory of the devices of `place`."""
     staged = stage_slot(layout, prepared.packed)
-    target = place.in_memory(PINNED).of(staged)
-    return replace(prepared, pinned=jax.device_put(staged, target))
+    return replace(prepared, pinned=place.in_memory(PINNED).put(staged))
 
 
 def send(prepared: Prepared, layout: SlotLayout, place: Place) -> Prepared:
     """Returns the same with its copy to `place` begun: one transfer per buffer."""
     source = prepared.pinned or stage_slot(layout, prepared.packed)
-    return replace(prepared, ahead=jax.device_put(source, place.of(source)))
+    return replace(prepared, ahead=place.put(source))

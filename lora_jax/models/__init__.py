@@ -9,6 +9,8 @@ from lora_jax.models.config import ModelConfig as ModelConfig
 from lora_jax.models.config import config_from_dict as config_from_dict
 from lora_jax.models.encoder import Encoder as Encoder
 from lora_jax.models.encoder_config import EncoderConfig as EncoderConfig
+from lora_jax.models.expert_parallel import local_experts as local_experts
+from lora_jax.models.expert_parallel import shard_experts as shard_experts
 from lora_jax.models.labels import default_labels as default_labels
 from lora_jax.models.linear import FusedLinear as FusedLinear
 from lora_jax.models.load import load_causal_lm as load_causal_lm

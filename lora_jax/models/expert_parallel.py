@@ -62,10 +62,19 @@ def local_experts(model: nnx.Module) -> range | None:
     held = {
         None
         if experts.expert_mesh is None
-        else held_experts(_is_local(experts.expert_mesh), experts.num_experts)
+        else process_experts(experts.expert_mesh, experts.num_experts)
         for experts in modules
     }
     return held.pop() if len(held) == 1 else None
+
+
+def process_experts(place: ExpertMesh, num_experts: int) -> range | None:
+    """Returns which experts this process holds of those spread; None: all."""
+    axis = place.mesh.axis_names.index(place.axis)
+    here = jax.process_index()
+    parts = place.mesh.devices.swapaxes(0, axis).reshape(place.size, -1)
+    is_local = [any(device.process_index == here for device in part) for part in parts]
+    return held_experts(is_local, num_experts)
 
 
 def held_experts(is_local: Sequence[bool], num_experts: int) -> range | None:
@@ -86,13 +95,6 @@ def held_experts(is_local: Sequence[bool], num_experts: int) -> range | None:
     if not parts:
         return range(0)
     return range(parts[0] * each, (parts[-1] + 1) * each)
-
-
-def _is_local(place: ExpertMesh) -> list[bool]:
-    axis = place.mesh.axis_names.index(place.axis)
-    here = jax.process_index()
-    parts = place.mesh.devices.swapaxes(0, axis).reshape(place.size, -1)
-    return [any(device.process_index == here for device in part) for part in parts]
 
 
 def _faults(model: nnx.Module, mesh: Mesh, axis: str) -> list[str]:

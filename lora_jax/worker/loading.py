@@ -17,6 +17,7 @@ from lora_jax.adapters import load_adapter
 from lora_jax.errors import AdapterNotFoundError
 from lora_jax.manager import LoRAModelManager
 from lora_jax.manager.prepared import Prepared
+from lora_jax.models.expert_parallel import local_experts
 from lora_jax.request import LoRARequest
 
 FlightKey = tuple[int, str, bool]
@@ -114,6 +115,8 @@ class Loader:
 def read_request(request: LoRARequest, manager: LoRAModelManager) -> Prepared:
     """Returns the adapter that a request names, checked and packed for the model.
 
+    Of experts that are spread over processes, only those held here are read.
+
     Raises:
       AdapterNotFoundError: if there is no adapter at the path.
       AdapterError: if it cannot be read, or served by the model.
@@ -124,6 +127,7 @@ def read_request(request: LoRARequest, manager: LoRAModelManager) -> Prepared:
             request.lora_int_id,
             name=request.lora_name,
             max_lora_rank=manager.config.max_lora_rank,
+            local_experts=local_experts(manager.model),
         )
     except FileNotFoundError as error:
         raise AdapterNotFoundError(

@@ -78,6 +78,18 @@ def test_a_prefetched_slot_equals_one_that_was_not(
     assert worker.manager.bank.arrays["blocks.0.fc"]["a"].any()
 
 
+def test_what_other_processes_hold_of_the_experts_is_not_read(
+    tmp_path: Path,
+    worker: LRUCacheWorkerLoRAManager,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    save_adapter(tmp_path, make_adapter(1, 4))
+    assert worker.prefetch(_request(tmp_path)).result().adapter.local_experts is None
+    monkeypatch.setattr(loading, "local_experts", lambda model: range(2, 4))
+    ready = worker.prefetch(_request(tmp_path, 2)).result()
+    assert ready.adapter.local_experts == range(2, 4)
+
+
 def test_prefetching_what_is_registered_is_done_at_once(
     tmp_path: Path, worker: LRUCacheWorkerLoRAManager
 ) -> None:
