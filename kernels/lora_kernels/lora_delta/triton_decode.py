@@ -30,7 +30,7 @@ def decode_kernel(
     a_ptr,  # (slots, parts, MAX_RANK, D_IN)
     b_ptr,  # (slots, MAX_RANK, D_OUT)
     scale_ptr,  # float32 (slots, parts)
-    rank_ptr,  # int32 (slots, parts)
+    rank_ptr,  # int32 (slots, parts), and one row more if items may have no slot
     weight_ptr,  # float32 (tokens,)
     order_ptr,  # int32 (tokens,)
     item_slot_ptr,  # int32 (items,)

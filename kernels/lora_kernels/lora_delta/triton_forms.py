@@ -53,6 +53,17 @@ def row_tiles(routing: Routing, block: int) -> tuple[Array, ...]:
     return (routing.order, *items)
 
 
+def single_rows(routing: Routing) -> tuple[Array, ...]:
+    """Returns what `row_tiles` does, with every row an item; that of a base row has the
+    slot after the last one.
+
+    Nothing is sorted or counted, so that routing costs hardly a launch.
+    """
+    row = jnp.arange(routing.slot.shape[0], dtype=jnp.int32)
+    slot = jnp.where(routing.slot >= 0, routing.slot, routing.num_slots)
+    return row, slot, row, row + 1, jnp.int32(row.shape[0])
+
+
 def decode_launch(
     x: Float[Array, "rows d_in"],
     y: Float[Array, "tokens d_out"],
@@ -71,7 +82,12 @@ def decode_launch(
         weight_bytes=max(call.a.dtype.itemsize, call.b.dtype.itemsize),
     )
     chosen = tiles.decode_tiles(problem, current_gpu(), vector_rows=vector_rows)
-    items = row_tiles(call.routing, chosen.block_rows)
+    if call.routing.block == 1:
+        items = single_rows(call.routing)
+        rank = jnp.pad(call.rank, ((0, 1), (0, 0)))  # a slot that has nothing to do
+    else:
+        rank = call.rank
+        items = row_tiles(call.routing, chosen.block_rows)
     column_tiles = sum(-(-width // chosen.block_n) for width in call.part_widths)
     programs = min(items[1].shape[0] * column_tiles, chosen.programs)
     outputs: tuple[jax.ShapeDtypeStruct, ...] = (_like(y),)
@@ -106,7 +122,7 @@ def decode_launch(
             call.a,
             call.b,
             call.scale,
-            call.rank,
+            rank,
             call.routing.weight,
             *items,
         ),

@@ -6,13 +6,18 @@ Token t with k choices makes the pairs t * k ... t * k + k - 1. A pair belongs t
     virtual slot      0   1  ...  E-1 |  E  E+1  ...  2E-1 | ...
     slot, expert    0,0 0,1 ... 0,E-1 | 1,0 1,1  ... 1,E-1 | ...
 
-Computed once for each layer, as each layer has its own router.
+Computed in each layer, as each has its own router. So where few pairs meet many virtual
+slots, most of them alone, every pair is a work item (`block` is 1), and a backend need
+not sort them.
 """
 
 import jax.numpy as jnp
 from jaxtyping import Array, Integer
 
 from lora_kernels.routing import BASE_SLOT, Routing, in_range_or_base, make_routing
+
+SINGLE = 4
+"""Pairs are not grouped if there are so many virtual slots for each. vLLM's is 8."""
 
 
 def pair_routing(
@@ -50,5 +55,5 @@ def pair_routing(
         virtual,
         routing.num_slots * num_experts,
         weight=jnp.repeat(routing.weight, chosen),
-        block=routing.block,
+        block=1 if SINGLE * pairs <= routing.num_slots * num_experts else routing.block,
     )

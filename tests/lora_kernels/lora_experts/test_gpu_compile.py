@@ -168,12 +168,18 @@ def site_program(case):
     return kinds, compiled.memory_analysis().temp_size_in_bytes
 
 
+OWN = ["kCopy", "kCustomCall"]
+
+
 @pytest.mark.parametrize("case", list(sites(tokens=32)), ids=lambda case: case.name)
 def test_a_decode_site_is_one_launch_without_temporaries(case):
     kinds, temp = site_program(case)
     # y is not donated, so it is copied once to be added into.
-    assert kinds == ["kCopy", "kCustomCall"]
-    assert temp < 1024
+    assert [kind for kind in kinds if kind != "kCustomKernel"] == OWN
+    # Where pairs are alone, their work items are written here, and not in the routing.
+    pairs_alone = 4 * 32 * case.chosen <= case.slots * case.experts
+    assert len(kinds) - len(OWN) <= (3 if pairs_alone else 0)
+    assert temp < (32768 if pairs_alone else 1024)
 
 
 @pytest.mark.parametrize("tokens", [16, 1024], ids=["decode", "prefill"])
@@ -184,3 +190,12 @@ def test_ten_times_the_slots_cost_a_site_nothing(tokens):
     assert launches == ([1, 1] if tokens == 16 else [2, 2])
     # A longer list of work items, and starts of more groups.
     assert abs(many[1] - few[1]) <= 64 * 36 * case.experts
+
+
+@pytest.mark.parametrize("case", list(sites(tokens=8)), ids=lambda case: case.name)
+def test_routing_of_few_pairs_is_a_few_launches(case):
+    compiled, thunks = compile_with_thunks("h200", call(case), case.arguments)
+    kinds = Counter(thunk.kind for thunk in thunks)
+    # Where pairs are grouped it is nine to twelve, in each layer.
+    assert kinds == {"kCopy": 1, "kCustomKernel": 4, "kCustomCall": 1}
+    assert not copies_of(case.bank, compiled.as_text())

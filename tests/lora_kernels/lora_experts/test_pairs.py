@@ -50,6 +50,15 @@ def test_a_remote_expert_never_becomes_one_of_another_adapter():
     assert pairs.work_count == 0
 
 
+@pytest.mark.parametrize(("tokens", "block"), [(16, 1), (17, 16)])
+def test_few_pairs_among_many_slots_are_work_items_of_their_own(tokens, block):
+    routing = make_routing(jnp.zeros((tokens,), jnp.int32), 8)
+    pairs = pair_routing(routing, jnp.arange(tokens * 2, dtype=jnp.int32) % 16, 16)
+    assert pairs.block == block
+    stop, start = np.array(pairs.work_stop), np.array(pairs.work_start)
+    assert (stop - start).max() == min(block, 3 if tokens > 16 else 2)
+
+
 def test_nothing_retraces_when_mixes_or_choices_change():
     traces = []
 

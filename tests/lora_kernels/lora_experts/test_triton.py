@@ -20,10 +20,12 @@ pytestmark = [pytest.mark.gpu_compile, pytest.mark.torch]
 
 FORMS = {
     "decode": {},
+    "decode-of-pairs-alone": {"slots": 32},
     "decode-of-many-slots": {"tokens": 90, "slots": 60},
     "prefill": {"tokens": 90, "slots": 2},
 }
-"""Of 270 pairs, more than the fused kernel takes unless slots are as many."""
+"""Of 270 pairs, more than the fused kernel takes unless slots are as many; of 39 pairs
+that need not be grouped, as virtual slots are four times as many."""
 
 SITES = {"shared-rows": {}, "own-rows": DOWN}
 
