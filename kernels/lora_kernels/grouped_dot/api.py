@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from lora_kernels.grouped_dot.checks import check_arguments
+from lora_kernels.grouped_dot.shapes import Kernel
 from lora_kernels.lora_delta.dispatch import (
     Choice,
     Implementation,
@@ -51,7 +52,7 @@ DEFAULT_ORDER = MappingProxyType(
 
 def grouped_dot(
     x: Float[Array, "rows d_in"],
-    kernel: Float[Array, "groups d_in d_out"],
+    kernel: Kernel,
     pairs: Routing,
     *,
     implementation: Implementation = None,
@@ -69,7 +70,8 @@ def grouped_dot(
 
     Args:
       x: the rows, each once.
-      kernel: one matrix for each group.
+      kernel: one matrix for each group, of floats or int8. Of int8 kernels only the
+        tiles at work are widened, except in a backward pass.
       pairs: `make_routing(group of each pair, groups)`, over `k` pairs a row. Its
         weights are not used.
       implementation: a name of `IMPLEMENTATIONS`, several to try in turn, or None for
@@ -80,7 +82,8 @@ def grouped_dot(
       ValueError: if shapes disagree, or an implementation has an unknown name.
       NotImplementedError: if every implementation tried refuses; all reasons are given.
 
-    Gradients are defined for x and kernel, with exact zeros for groups without pairs.
+    Gradients are defined for x and a kernel of floats, with exact zeros for groups
+    without pairs.
     Forward-mode differentiation is not.
 
     Example:
@@ -146,8 +149,11 @@ def _save(
 
 def _backward(
     names: tuple[str, ...], saved: tuple[Array, Array, Routing], g: Array
-) -> tuple[Array, Array, None]:
+) -> tuple[Array, Array | None, None]:
     x, kernel, pairs = saved
+    is_integer = jnp.issubdtype(kernel.dtype, jnp.integer)
+    if is_integer:
+        kernel = kernel.astype(x.dtype)
     tried = [name for name in names if name in BACKWARD_IMPLEMENTATIONS]
     _, (dx, dkernel) = first_accepting(
         [*tried, "xla"],
@@ -155,7 +161,7 @@ def _backward(
         "grouped_dot_backward",
         lambda implementation: implementation(x, g, kernel, pairs),
     )
-    return dx, dkernel, None
+    return dx, None if is_integer else dkernel, None
 
 
 _differentiable.defvjp(_save, _backward)

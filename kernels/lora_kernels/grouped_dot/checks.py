@@ -31,8 +31,9 @@ def check_arguments(x: ArrayLike, kernel: ArrayLike, pairs: Routing) -> None:
         )
     if count % max(rows, 1) or (count and not rows):
         found.append(f"pairs has {count} rows, expected a multiple of x's {rows}")
-    for name, array in {"x": x, "kernel": kernel}.items():
-        if not jnp.issubdtype(array.dtype, jnp.floating):
-            found.append(f"{name} is {array.dtype}, expected a floating dtype")
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        found.append(f"x is {x.dtype}, expected a floating dtype")
+    if not (jnp.issubdtype(kernel.dtype, jnp.floating) or kernel.dtype == jnp.int8):
+        found.append(f"kernel is {kernel.dtype}, expected a floating dtype or int8")
     if found:
         raise ValueError(f"grouped_dot: x {x.shape}: {'; '.join(found)}.")

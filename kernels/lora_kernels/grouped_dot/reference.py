@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from lora_kernels.grouped_dot.shapes import Kernel
 from lora_kernels.routing import Routing
 
 EXACT = jax.lax.Precision.HIGHEST
@@ -11,7 +12,7 @@ EXACT = jax.lax.Precision.HIGHEST
 
 def grouped_dot(
     x: Float[Array, "rows d_in"],
-    kernel: Float[Array, "groups d_in d_out"],
+    kernel: Kernel,
     pairs: Routing,
 ) -> Float[Array, "pairs d_out"]:
     """Returns each pair's product; see `api.grouped_dot`.

@@ -8,6 +8,7 @@ row, its kernel and the shapes alone.
 from jaxtyping import Array, Float
 
 from lora_kernels.gpu_targets import current_gpu
+from lora_kernels.grouped_dot.shapes import Kernel
 from lora_kernels.grouped_dot.triton_forms import product_launch
 from lora_kernels.lora_delta import triton_launch
 from lora_kernels.routing import Routing
@@ -23,7 +24,7 @@ OFFSETS = 2**31
 
 def grouped_dot(
     x: Float[Array, "rows d_in"],
-    kernel: Float[Array, "groups d_in d_out"],
+    kernel: Kernel,
     pairs: Routing,
 ) -> Float[Array, "pairs d_out"]:
     """Returns each pair's product; see `api.grouped_dot`."""
@@ -34,7 +35,7 @@ def grouped_dot(
 
 def check_supported(
     x: Float[Array, "rows d_in"],
-    kernel: Float[Array, "groups d_in d_out"],
+    kernel: Kernel,
     pairs: Routing,
 ) -> None:
     """Refuses what the kernels cannot do.

@@ -8,12 +8,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from lora_kernels.grouped_dot import xla_forms
+from lora_kernels.grouped_dot.shapes import Kernel
 from lora_kernels.routing import Routing
 
 
 def grouped_dot(
     x: Float[Array, "rows d_in"],
-    kernel: Float[Array, "groups d_in d_out"],
+    kernel: Kernel,
     pairs: Routing,
 ) -> Float[Array, "pairs d_out"]:
     """Returns each pair's product; see `api.grouped_dot`.

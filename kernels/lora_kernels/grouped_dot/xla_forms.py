@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
+from lora_kernels.grouped_dot.shapes import Kernel
 from lora_kernels.routing import Routing, max_work_items, work_list
 
 TILE_BYTES = 1 << 21
@@ -43,7 +44,7 @@ def rows_in_order(
 
 def loop(
     x: Float[Array, "rows d_in"],
-    kernel: Float[Array, "groups d_in d_out"],
+    kernel: Kernel,
     pairs: Routing,
     *,
     block: int,
@@ -72,7 +73,7 @@ def loop(
 
 def loop_transposed(
     g: Float[Array, "rows d_out"],
-    kernel: Float[Array, "groups d_in d_out"],
+    kernel: Kernel,
     pairs: Routing,
     *,
     block: int,
@@ -158,7 +159,7 @@ def _tile_rows(kernel: Array, dtype: jnp.dtype) -> int:
 
 def batched(
     x: Float[Array, "rows d_in"],
-    kernel: Float[Array, "groups d_in d_out"],
+    kernel: Kernel,
     pairs: Routing,
     *,
     block: int,
@@ -169,7 +170,7 @@ def batched(
 
 def batched_transposed(
     g: Float[Array, "rows d_out"],
-    kernel: Float[Array, "groups d_in d_out"],
+    kernel: Kernel,
     pairs: Routing,
     *,
     block: int,

@@ -73,7 +73,7 @@ def test_all_faults_are_told_at_once():
         r"kernel is (2, 5, 6), expected (groups, 3, d_out)",
         "pairs has 3 groups, expected 2",
         "pairs has 7 rows, expected a multiple of x's 4",
-        "kernel is int32, expected a floating dtype",
+        "kernel is int32, expected a floating dtype or int8",
     ):
         assert fault in str(error.value)
 
