@@ -24,7 +24,7 @@ from lora_jax.models.expert_mesh import (
 from lora_kernels import Routing, grouped_dot, make_routing
 
 GATE_UP_NAMES = (("gate_proj", "w1"), ("up_proj", "w3"))
-UP_NAMES = (("up_proj",),)
+UP_NAMES = (("up_proj", "w1"),)
 DOWN_NAMES = (("down_proj", "w2"),)
 """For each part the names that a checkpoint of one tensor per expert may use."""
 
@@ -49,6 +49,8 @@ class ExpertLinear(nnx.Module):
     Attributes:
       kernel: `(experts, d_in, d_out)`.
       bias: `(experts, d_out)`, or `None`.
+      scale: `(experts, d_out)`, by which a kernel of int8 numbers is multiplied
+        (`quantize.py`), or `None`.
       num_experts, in_features, out_features: static, as are all the arguments.
       expert_mesh: over which devices the experts are spread (static), or `None`. The
         arrays that one device sees hold its own experts only.
@@ -88,6 +90,7 @@ class ExpertLinear(nnx.Module):
             self.bias = nnx.Param(bias, expert_axis=0)
         else:
             self.bias = nnx.data(None)
+        self.scale: nnx.Param | None = nnx.data(None)
 
     @property
     def part_widths(self) -> tuple[int, ...]:
@@ -104,10 +107,21 @@ class ExpertLinear(nnx.Module):
             `p // (pairs / rows)`.
           pairs: expert of each pair; a pair without one gives exact zeros.
         """
-        y = grouped_dot(x, self.kernel[...], pairs)
+        y = self._product(x, pairs)
         if self.bias is None:
             return y
         return y + jnp.where(_has_expert(pairs), self.bias[...][pairs.slot], 0)
+
+    def _product(
+        self, x: Float[Array, "rows d_in"], pairs: Routing
+    ) -> Float[Array, "pairs d_out"]:
+        if self.scale is None:
+            return grouped_dot(x, self.kernel[...], pairs)
+        # Before they are scaled, the sums may be wider than x's dtype can hold.
+        wide = x.astype(jnp.promote_types(jnp.float32, x.dtype))
+        sums = grouped_dot(wide, self.kernel[...], pairs)
+        scale = jnp.where(_has_expert(pairs), self.scale[...][pairs.slot], 0)
+        return (sums * scale).astype(x.dtype)
 
 
 class Experts(nnx.Module):

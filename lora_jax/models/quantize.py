@@ -3,6 +3,10 @@
 Each linear layer is replaced, in place, by qwix' quantised version of itself: int8,
 int4 or nf4 kernels with float scales, dequantised in the product. Activations stay as
 they are, so a LoRA layer around one sees unquantised inputs. Needs the extra `quant`.
+
+Experts keep their layers, whose kernels become int8 with one scale for each output of
+each expert. The products are scaled, not the kernels: no expert is ever dequantised.
+Routers stay as they are, for a small change of their scores sends tokens elsewhere.
 """
 
 from typing import Literal
@@ -12,6 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from lora_jax.errors import ModelError
+from lora_jax.models.experts import ExpertLinear, Experts
 
 Quantization = Literal["int8", "int4", "nf4"]
 """Kinds of kernel: one scale for each output column (int8) or for each tile of it."""
@@ -21,17 +26,19 @@ TILE = 32
 
 
 def quantize(model: nnx.Module, kind: Quantization) -> None:
-    """Quantises the kernel of every linear layer of a model, in place.
+    """Quantises the kernel of every linear layer and expert of a model, in place.
 
-    Embeddings and heads that are tied to them stay as they are. Do this before the
-    model is given to a manager.
+    Embeddings and heads that are tied to them stay as they are, and so do linear layers
+    beside experts: they choose among these or weigh them. Do this before the model is
+    given to a manager.
 
     Args:
       model: any Flax NNX model; layers reached by two paths stay one layer.
       kind: "int8": one scale for each output; "int4", "nf4": one for each tile of at
-        most 32 inputs of an output.
+        most 32 inputs of an output; not for a model with experts.
     Raises:
-      ModelError: if qwix is not installed, or there is no linear layer.
+      ModelError: if qwix is not installed, there is no linear layer, or the model has
+        experts and the kind is not "int8".
 
     Source: https://github.com/google/qwix.
     """
@@ -41,15 +48,39 @@ def quantize(model: nnx.Module, kind: Quantization) -> None:
         raise ModelError(
             'quantising needs qwix; install it with pip install "lora-jax[quant]".'
         ) from error
+    modules = [module for _, module in nnx.iter_modules(model)]
+    experts = [module for module in modules if isinstance(module, ExpertLinear)]
+    if experts and kind != "int8":
+        raise ModelError(
+            f"{type(model).__name__} has experts, whose kernels cannot be {kind}: it "
+            'has scales for tiles of inputs, theirs are for outputs; take "int8".'
+        )
+    for layer in experts:
+        _quantize_experts(qwix, layer)
     done: dict[int, nnx.Module] = {}
-    for _, parent in list(nnx.iter_modules(model)):
-        for name, child in list(nnx.iter_children(parent)):
-            if isinstance(child, nnx.Linear):
-                if id(child) not in done:
-                    done[id(child)] = _quantized(qwix, child, kind)
-                _set_child(parent, name, done[id(child)])
-    if not done:
+    for parent in modules:
+        for name, child in _layers_of(parent):
+            if id(child) not in done:
+                done[id(child)] = _quantized(qwix, child, kind)
+            _set_child(parent, name, done[id(child)])
+    if not done and not experts:
         raise ModelError(f"{type(model).__name__} has no linear layer to quantise.")
+
+
+def _layers_of(parent: nnx.Module) -> list[tuple[object, nnx.Linear]]:
+    """Returns a module's own linear layers; none if they stand beside experts."""
+    children = list(nnx.iter_children(parent))
+    if any(isinstance(child, Experts) for _, child in children):
+        return []
+    return [(name, child) for name, child in children if isinstance(child, nnx.Linear)]
+
+
+def _quantize_experts(qwix: object, layer: ExpertLinear) -> None:
+    array = qwix.quantize(  # type: ignore[attr-defined]
+        layer.kernel[...], "int8", channelwise_axes=[0, 2]
+    )
+    layer.scale = nnx.Param(array.scale[:, 0], expert_axis=0)
+    layer.kernel.set_value(array.qvalue)
 
 
 def _quantized(qwix: object, layer: nnx.Linear, kind: Quantization) -> nnx.Module:
