@@ -19,7 +19,7 @@ INTERLEAVED = ("gpt_oss",)
 
 SPELLINGS: Mapping[str, tuple[tuple[str, ...], ...]] = {
     "gate_up_proj": (("gate_proj", "w1"), ("up_proj", "w3")),
-    "up_proj": (("up_proj",),),
+    "up_proj": (("up_proj", "w1"),),
     "down_proj": (("down_proj", "w2"),),
 }
 """Name of a projection of all experts -> the names of its parts in one expert."""
@@ -75,10 +75,9 @@ def expert_places(shapes: Shapes, model_type: object) -> dict[str, Place]:
       shapes: of the folder's tensors, by name.
       model_type: by the folder's config.
 
-    Example:
-      >>> shapes = {"experts.up_proj": (2, 6, 4), "experts.down_proj": (2, 4, 6)}
-      >>> expert_places(shapes, "nemotron")["experts.1.up_proj"].shape
-      ExpertShape(experts=1, d_in=4, d_out=6, stored_in_out=False)
+    Example::
+
+        expert_places(base.shapes, "qwen3_moe")["model.layers.0.mlp.experts.3.up_proj"]
     """
     places: dict[str, Place] = {}
     for root, found in _by_root(_FUSED, shapes).items():
@@ -150,7 +149,7 @@ def _single(root: str, found: list[re.Match[str]], shapes: Shapes) -> dict[str, 
     stored = {name for name, _ in tensors}
     experts = 1 + max(expert for _, expert in tensors)
     places: dict[str, Place] = {}
-    gated = not stored.isdisjoint(SPELLINGS["gate_up_proj"][0])
+    gated = not stored.isdisjoint(("gate_proj", "w3"))
     for name in ("gate_up_proj" if gated else "up_proj", "down_proj"):
         spelled = [[n for n in some if n in stored] for some in SPELLINGS[name]]
         rows = tuple(
