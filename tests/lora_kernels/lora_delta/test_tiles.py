@@ -136,3 +136,12 @@ def test_described_gpus_are_the_known_ones(name):
         "h100": (90, 132),
         "h200": (90, 132),
     }[name]
+
+
+# rows, slots -> one launch, or two
+@pytest.mark.parametrize(
+    ("tokens", "slots", "fused"),
+    [(256, 8, True), (257, 8, False), (512, 4096, True), (4097, 4096, False)],
+)
+def test_few_rows_or_many_slots_are_one_launch(tokens, slots, fused):
+    assert tiles.is_fused(tokens=tokens, slots=slots) == fused
