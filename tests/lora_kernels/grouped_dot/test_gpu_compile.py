@@ -106,7 +106,7 @@ def test_a_layer_of_experts_is_two_launches_and_expands_nothing(tokens):
 
 
 @pytest.mark.parametrize("tokens", [8, 512])
-def test_without_triton_a_layer_expands_nothing_either(tokens):
+def test_without_triton_a_layer_copies_few_kernels_at_once(tokens):
     from lora_kernels.grouped_dot.xla_forms import GATHERED_BYTES
 
     arguments = layer_arguments(tokens)
