@@ -187,6 +187,35 @@ def test_other_kinds_are_merged_where_an_expert_has_layers_of_its_own(tmp_path):
         merge_adapters(base, [dora, plain], tmp_path / "other")
 
 
+@pytest.mark.parametrize("names", [("up_proj", "down_proj"), ("w1", "w2")])
+@pytest.mark.parametrize("is_fused", [True, False])
+def test_experts_without_a_gate(tmp_path, names, is_fused):
+    rng = np.random.default_rng(0)
+    before = {
+        "up_proj": rng.standard_normal((3, 10, 12)).astype(np.float32),
+        "down_proj": rng.standard_normal((3, 12, 10)).astype(np.float32),
+    }
+    tensors = {f"{EXPERTS}.{role}": values for role, values in before.items()}
+    if not is_fused:
+        tensors = {
+            f"{EXPERTS}.{expert}.{name}.weight": matrix
+            for name, values in zip(names, before.values(), strict=True)
+            for expert, matrix in enumerate(values)
+        }
+    update = pair(f"{EXPERTS}.1.{names[0]}", 12, 10) | pair(f"{EXPERTS}.2.w2", 10, 12)
+    base = write_base(tmp_path / "base", lambda *_: tensors, Sizes(3, 12, 10))
+    merge_adapters(base, [adapter(update, r=3)], tmp_path / "out")
+    found = load_file(tmp_path / "out/model.safetensors")
+    assert found.keys() == tensors.keys()
+    before["up_proj"][1] += ALPHA
+    before["down_proj"][2] += ALPHA
+    for name, values in found.items():
+        end = name.removeprefix(f"{EXPERTS}.").removesuffix(".weight").split(".")
+        role = "down_proj" if end[-1] in ("down_proj", "w2") else "up_proj"
+        expected = before[role] if is_fused else before[role][int(end[0])]
+        np.testing.assert_allclose(values, expected, atol=TOLERANCE)
+
+
 def pair(module, d_in, d_out, rank=3):
     return {
         f"{module}.lora_A.weight": np.ones((rank, d_in), np.float32),
