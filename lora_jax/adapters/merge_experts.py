@@ -117,8 +117,6 @@ def _faults(
     part: LowRank | ExpertsLowRank | ExpertPairs, shape: ExpertShape
 ) -> list[str]:
     if not isinstance(part, LowRank):
-        if shape.experts == 1:
-            return ["factors of all experts, at the place of one"]
         return [text.rstrip(".") for text in layout_faults(part, shape)]
     own = (part.b.shape[0], part.a.shape[1])
     if shape.experts != 1:

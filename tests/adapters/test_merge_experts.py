@@ -7,7 +7,9 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from expert_files import ALPHA, BLOCK, EXPERTS, FILES, Sizes
-from lora_jax.adapters import adapter_from_tensors, merge_adapters
+from lora_jax.adapters import LowRank, adapter_from_tensors, merge_adapters
+from lora_jax.adapters.expert_tensors import expert_places
+from lora_jax.adapters.merge_experts import find_experts
 from lora_jax.errors import AdapterError
 
 TOLERANCE = 1e-5
@@ -253,3 +255,34 @@ def test_what_has_no_place_is_refused_by_name(tmp_path, layout, tensors, fields,
         merge_adapters(base, [adapter(tensors, r=3, **fields)], tmp_path / "out")
     assert "experts" in str(caught.value)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_model_of_one_expert_takes_factors_of_all(tmp_path):
+    sizes = Sizes(1, 12, 10)
+    one, deltas = make("fused", sizes)
+    merge_adapters(write_base(tmp_path / "base", fused, sizes), [one], tmp_path / "out")
+    check(tmp_path / "out", fused, sizes, [deltas])
+
+
+def test_what_fits_two_parameters_is_refused(tmp_path):
+    """Without a gate both projections have the same two widths."""
+    shapes = {f"{EXPERTS}.up_proj": (4, 10, 12), f"{EXPERTS}.down_proj": (4, 12, 10)}
+    base = write_base(
+        tmp_path / "base",
+        lambda *_: {
+            name: np.zeros(shape, np.float32) for name, shape in shapes.items()
+        },
+        Sizes(4, 12, 10),
+    )
+    with pytest.raises(AdapterError, match="fit several parameters; add target_param"):
+        merge_adapters(
+            base, [adapter(pair(EXPERTS, 12, 10, 12), r=3)], tmp_path / "out"
+        )
+
+
+def test_a_pair_of_one_expert_names_it():
+    shapes = {f"{EXPERTS}.up_proj": (4, 10, 12), f"{EXPERTS}.down_proj": (4, 12, 10)}
+    part = LowRank(np.ones((3, 12), np.float32), np.ones((10, 3), np.float32), 1.0)
+    found = find_experts({f"{EXPERTS}.w1": part}, 1.0, expert_places(shapes, "any"))
+    assert "at the place of all; name the expert" in found.faults[0]
+    assert not found.updates
