@@ -6,7 +6,7 @@ in place and deletes the arrays that it was given. Both are one compiled program
 bank layout: the slot index is traced, the adapter's values arrive as a few buffers of
 fixed shapes (`staging.py`), so no other rank, target set or slot compiles anything.
 
-Slots of experts that are spread over devices are spread alike; a write then moves
+Slots lie as the base kernels do: cut over devices where those are. A write then moves
 nothing between devices.
 """
 
@@ -45,7 +45,7 @@ class Bank:
       arrays: site name -> array name -> `(slots, *slot shape)`; for a stack of layers
         `(layers, slots, ...)`.
       stacked: names of the sites that are stacks (static).
-      spread: where the arrays lie if experts are spread over devices (static), or
+      spread: where the arrays lie if the model is on several devices (static), or
         None: all on one device.
     """
 
@@ -62,6 +62,10 @@ class Bank:
     def slot_axis(self, name: str) -> int:
         """Axis of a site's arrays that counts the slots."""
         return int(name in self.stacked)
+
+    def place(self, name: str, key: str) -> NamedSharding | None:
+        """Sharding of an array, None if it is on one device."""
+        return array_place(self.spread, name, key, self.slot_axis(name))
 
     @property
     def nbytes(self) -> int:
@@ -118,7 +122,7 @@ jax.tree_util.register_pytree_with_keys(
 
 
 def empty_bank(sites: Sites, slots: int, dtype: np.dtype) -> Bank:
-    """Returns a bank of zeros, on the default device, or where the experts lie.
+    """Returns a bank of zeros, on the default device, or where the model lies.
 
     Args:
       sites: the LoRA layers; each states the shapes of one slot.
@@ -127,25 +131,18 @@ def empty_bank(sites: Sites, slots: int, dtype: np.dtype) -> Bank:
     """
     layout = {name: layer.slot_spec(dtype) for name, layer in sites.items()}
     stacked = [n for n, layer in sites.items() if layer.lora_site.layers is not None]
-    spread = spread_of(layout)
-    return Bank(
-        {
-            name: {
-                key: _zeros(
-                    spec, slots, int(name in stacked), array_place(spread, name)
-                )
-                for key, spec in specs.items()
-            }
-            for name, specs in layout.items()
-        },
-        frozenset(stacked),
-        spread,
-    )
+    bare = Bank({}, frozenset(stacked), spread_of(sites, layout))
+    arrays = {
+        name: {key: _zeros(bare, name, key, spec, slots) for key, spec in specs.items()}
+        for name, specs in layout.items()
+    }
+    return Bank(arrays, bare.stacked, bare.spread)
 
 
 def _zeros(
-    spec: jax.ShapeDtypeStruct, slots: int, axis: int, place: NamedSharding | None
+    bank: Bank, name: str, key: str, spec: jax.ShapeDtypeStruct, slots: int
 ) -> jax.Array:
+    axis, place = bank.slot_axis(name), bank.place(name, key)
     shape = [*spec.shape[:axis], slots, *spec.shape[axis:]]
     if place is not None:
         return jnp.zeros(shape, spec.dtype, device=place)
@@ -177,9 +174,8 @@ def room_for(bank: Bank, sites: Sites, packed: Packed) -> Bank:
         return bank
     grown = {name: dict(arrays) for name, arrays in bank.arrays.items()}
     for name, specs in wanted.items():
-        axis, place = bank.slot_axis(name), array_place(bank.spread, name)
         for key, spec in specs.items():
-            empty = _zeros(spec, bank.num_slots, axis, place)
+            empty = _zeros(bank, name, key, spec, bank.num_slots)
             grown[name][key] = _enlarged(grown[name].get(key), empty)
     return Bank(grown, bank.stacked, bank.spread)
 
@@ -259,7 +255,7 @@ def _write_slot(bank: Bank, slot: jax.Array, staged: dict[str, jax.Array]) -> Ba
         array = jax.lax.dynamic_update_index_in_dim(
             bank.arrays[name][key], values, slot, bank.slot_axis(name)
         )
-        place = array_place(bank.spread, name)
+        place = bank.place(name, key)
         if place is not None:
             array = jax.lax.with_sharding_constraint(array, place)
         written[name][key] = array

@@ -3,7 +3,8 @@
 So an adapter crosses to the device in a few large transfers, whatever the number of its
 arrays, and every adapter has the same shapes. There is one buffer for each dtype, and
 another for the arrays of experts that are spread over devices: with an axis of experts,
-so that each device is sent the experts that it holds and no others.
+so that each device is sent the experts that it holds and no others. Arrays that are cut
+otherwise travel whole: every device takes its own part of a flat buffer.
 
     "float32"              (values,)
     "float32, 8 experts"   (8, values of one expert)
@@ -19,10 +20,11 @@ from typing import NamedTuple, TypeVar
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from lora_jax.layers import Sites
 from lora_jax.layers.base import SlotSpec
+from lora_jax.layers.placement import slot_cuts
 from lora_jax.packing import Packed
 
 Staged = dict[str, np.ndarray] | dict[str, jax.Array]
@@ -43,42 +45,78 @@ def slot_layout(sites: Sites, dtype: np.dtype) -> SlotLayout:
 
 @dataclass(frozen=True)
 class Spread:
-    """Where the slots of a model lie whose experts are spread over devices.
+    """Where the slots of a model lie that is on several devices.
 
     Attributes:
-      sites: names of the sites whose arrays are cut along their axis of experts.
-      slot: sharding of one slot of such an array; the experts come first.
+      mesh: all devices of the model.
+      cuts: `(site, array, spec of one slot)` of each array that is cut, also of those
+        that enter a bank later; all others are whole on every device.
+      experts: sharding of one slot of the arrays whose first axis is of experts, which
+        are all those of `expert_sites`; None: no experts are spread.
+      expert_sites: names of those sites.
     """
 
-    sites: frozenset[str]
-    slot: NamedSharding
+    mesh: Mesh
+    cuts: frozenset[tuple[str, str, PartitionSpec]]
+    experts: NamedSharding | None = None
+    expert_sites: frozenset[str] = frozenset()
 
-    def of(self, name: str) -> NamedSharding:
-        """Returns the sharding of a site's arrays, the axis of slots included."""
-        cut = name in self.sites
-        spec = PartitionSpec(None, *self.slot.spec) if cut else PartitionSpec()
-        return NamedSharding(self.slot.mesh, spec)
+    def of_slot(self, name: str, key: str) -> PartitionSpec:
+        """Returns the spec of one slot of an array."""
+        return self._by_array.get((name, key), PartitionSpec())
+
+    def of(self, name: str, key: str, slot_axis: int) -> NamedSharding:
+        """Returns the sharding of all slots of an array."""
+        spec = self.of_slot(name, key)
+        if spec:
+            spec = PartitionSpec(*spec[:slot_axis], None, *spec[slot_axis:])
+        return NamedSharding(self.mesh, spec)
+
+    def share(self, name: str, key: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Returns the shape of what each device holds of a slot of this shape."""
+        spec = self.of_slot(name, key)
+        return NamedSharding(self.mesh, spec).shard_shape(shape)
+
+    @functools.cached_property
+    def _by_array(self) -> dict[tuple[str, str], PartitionSpec]:
+        return {(name, key): spec for name, key, spec in self.cuts}
 
 
-def spread_of(layout: SlotLayout) -> Spread | None:
-    """Returns where a layout's arrays lie, None if nothing is spread."""
-    found = {
-        name: spec.sharding
+def spread_of(sites: Sites, layout: SlotLayout) -> Spread | None:
+    """Returns where the slots of a model's sites lie, None if on one device."""
+    places = {name: layer.lora_site.place for name, layer in sites.items()}
+    meshes = [place.mesh for place in places.values() if place is not None]
+    if not meshes:
+        return None
+    of_experts = {
+        (name, key): spec.sharding
         for name, specs in layout.items()
-        for spec in specs.values()
+        for key, spec in specs.items()
         if isinstance(spec.sharding, NamedSharding)
     }
-    return Spread(frozenset(found), *set(found.values())) if found else None
+    cuts = {(name, key, sharding.spec) for (name, key), sharding in of_experts.items()}
+    for name, place in places.items():
+        if place is not None:
+            own = slot_cuts(place, sites[name].lora_site.layers)
+            cuts |= {(name, key, spec) for key, spec in own.items()}
+    return Spread(
+        meshes[0],
+        frozenset(cuts),
+        next(iter(of_experts.values()), None),
+        frozenset(name for name, _ in of_experts),
+    )
 
 
-def array_place(spread: Spread | None, name: str) -> NamedSharding | None:
-    """Returns the sharding of a site's arrays, None for the default device."""
-    return None if spread is None else spread.of(name)
+def array_place(
+    spread: Spread | None, name: str, key: str, slot_axis: int
+) -> NamedSharding | None:
+    """Returns the sharding of all slots of an array, None for the default device."""
+    return None if spread is None else spread.of(name, key, slot_axis)
 
 
 def slot_place(spread: Spread | None, name: str) -> NamedSharding | None:
-    """Returns the sharding of one slot of a site, None if its arrays are not cut."""
-    return spread.slot if spread is not None and name in spread.sites else None
+    """Returns the sharding of one slot of a site of experts, None for other sites."""
+    return spread.experts if spread and name in spread.expert_sites else None
 
 
 class Piece(NamedTuple):

@@ -16,12 +16,13 @@ from typing import Any, ClassVar
 import jax
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 
 from lora_jax.adapters import AdapterPart
 
 SlotSpec = dict[str, jax.ShapeDtypeStruct]
 """Array name -> shape and dtype of *one* slot (no slot axis), with a sharding where the
-slots lie as the base layer does."""
+first axis is of experts that are spread over devices."""
 
 HostSlot = dict[str, np.ndarray]
 """Array name -> host values of one slot; each the corner of its `SlotSpec` shape, the
@@ -59,8 +60,8 @@ class Shape:
       in_axes, out_axes: negative axes of inputs and outputs that make up one row's
         width, in the order in which a PEFT pair flattens them; the other axes count
         the rows, in the same order in inputs and outputs.
-      kernel_in_order: whether the base kernel's axes are the input's, then the
-        output's, so that it is `(d_in, d_out)` when flattened.
+      kernel_axes: the base kernel's axes in the order of the input's, then the
+        output's; None: they stand in that order.
       groups: `(name, parts)` of each further name for some of the parts.
       experts: how many such layers the module holds, one for each expert; its parts
         are then named by `groups` alone.
@@ -70,9 +71,14 @@ class Shape:
     parts: tuple[tuple[str, int], ...]
     in_axes: tuple[int, ...] = (-1,)
     out_axes: tuple[int, ...] = (-1,)
-    kernel_in_order: bool = True
+    kernel_axes: tuple[int, ...] | None = None
     groups: tuple[tuple[str, PartKey], ...] = ()
     experts: int = 0
+
+    @property
+    def kernel_in_order(self) -> bool:
+        """Whether the base kernel is `(d_in, d_out)` when flattened."""
+        return self.kernel_axes is None
 
     @property
     def size(self) -> int:
@@ -92,6 +98,29 @@ class Shape:
 
 
 @dataclass(frozen=True)
+class SlotPlace:
+    """On which devices the slots of a layer lie (`placement.py`).
+
+    Attributes:
+      mesh: all devices of the model.
+      inputs, outputs: mesh axes over which the base kernel's input and output are cut,
+        and the slots with them; None: whole.
+      rank, b_outputs: mesh axes that cut the rank of A and the output of B as well.
+    """
+
+    mesh: Mesh
+    inputs: str | tuple[str, ...] | None = None
+    outputs: str | tuple[str, ...] | None = None
+    rank: str | tuple[str, ...] | None = None
+    b_outputs: str | tuple[str, ...] | None = None
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether a device holds a part of the slots only."""
+        return bool(self.inputs or self.outputs)
+
+
+@dataclass(frozen=True)
 class Site:
     """Static facts of one LoRA layer.
 
@@ -105,6 +134,7 @@ class Site:
       max_labels: most labels of an adapter's own classification head, None: as many as
         the base head has.
       layers: how many layers this one module stacks, None if it is one layer.
+      place: where the slots lie; None: the model is not on a mesh.
     """
 
     name: str
@@ -114,6 +144,7 @@ class Site:
     max_rank: int
     max_labels: int | None = None
     layers: int | None = None
+    place: SlotPlace | None = None
 
     @property
     def d_in(self) -> int:

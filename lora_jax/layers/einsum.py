@@ -38,7 +38,7 @@ def describe_einsum(layer: nnx.Einsum, name: str) -> Shape:
         parts=((name, math.prod(sizes[label] for label in made)),),
         in_axes=tuple(inputs.index(label) - len(inputs) for label in contracted),
         out_axes=tuple(outputs.index(label) - len(outputs) for label in made),
-        kernel_in_order=list(kernel) == [*contracted, *made],
+        kernel_axes=_moved(kernel, [*contracted, *made]),
     )
 
 
@@ -65,6 +65,11 @@ def describe_general(layer: nnx.LinearGeneral, name: str) -> Shape:
         in_axes=axes,
         out_axes=tuple(range(-made, 0)),
     )
+
+
+def _moved(kernel: str, order: list[str]) -> tuple[int, ...] | None:
+    axes = tuple(kernel.index(label) for label in order)
+    return None if axes == tuple(range(len(kernel))) else axes
 
 
 def _labels(equation: str) -> tuple[str, str, str]:

@@ -173,9 +173,19 @@ def add_delta(
         rank=slots["rank"],
         routing=routing,
         part_widths=site.part_widths,
+        implementation=_implementation(site),
     )
     updated = apply_extras(updated, slots, routing, base_bias(layer))
     return from_rows(updated, site.shape.out_axes, outputs.shape)
+
+
+def _implementation(site: Site) -> str | None:
+    """What computes the update; None: the fastest that accepts.
+
+    A kernel of another compiler is a custom call, which cannot be cut over devices: all
+    of its operands would be gathered on each first.
+    """
+    return "xla" if site.place is not None and site.place.is_cut else None
 
 
 def to_rows(array: jax.Array, axes: tuple[int, ...]) -> jax.Array:

@@ -11,14 +11,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from flax import nnx
+from jax.sharding import Mesh
 
 from lora_jax.config import LoRAConfig
 from lora_jax.errors import ConfigError, ModelError, faults
-from lora_jax.layers.base import LoRALayer, LoRARouting, LoRASlots, Shape, Site
+from lora_jax.layers.base import (
+    LoRALayer,
+    LoRARouting,
+    LoRASlots,
+    Shape,
+    Site,
+    SlotPlace,
+)
 from lora_jax.layers.domains import check_multimodal, domain_of, is_left_out
 from lora_jax.layers.experts import check_spread
 from lora_jax.layers.head import LoRAHead
+from lora_jax.layers.linear import LoRALinear
 from lora_jax.layers.naming import group_names, other_names
+from lora_jax.layers.placement import fully_sharded, model_mesh, place_of
 from lora_jax.layers.sites import Sites, Target, targets_of
 from lora_jax.layers.stacked import stack_size
 from lora_jax.layers.table import (
@@ -52,6 +62,7 @@ def wrap(model: nnx.Module, config: LoRAConfig) -> Sites:
     prefixes = getattr(type(model), "lora_domains", {})
     check_multimodal(type(model).__name__, prefixes, config)
     check_spread(model, config)
+    mesh = model_mesh(model)
     packed = getattr(type(model), "packed_modules_mapping", {})
     found = [
         _candidate(paths, layer, packed) for paths, layer in _layers_with_paths(model)
@@ -75,6 +86,7 @@ def wrap(model: nnx.Module, config: LoRAConfig) -> Sites:
         name, layer, row = candidate.paths[0], candidate.layer, candidate.wrapper
         assert candidate.shape is not None  # the chosen ones have shapes
         names = name.split(".")
+        layers_stacked = stack_size(layer, candidate.shape.size)
         site = Site(
             name=name,
             kind=row.kind,
@@ -84,7 +96,8 @@ def wrap(model: nnx.Module, config: LoRAConfig) -> Sites:
             shape=candidate.shape,
             max_rank=config.max_lora_rank,
             max_labels=config.max_lora_cls_labels if names[-1] in LABELS else None,
-            layers=stack_size(layer, candidate.shape.size),
+            layers=layers_stacked,
+            place=_place(candidate, mesh, layers_stacked, config),
         )
         reached = targets_of(model, site, candidate.paths)
         if is_left_out(site.domain, config):
@@ -153,6 +166,20 @@ def _candidate(
     groups = shape.groups or group_names(shape.parts, packed)
     named = dataclasses.replace(shape, groups=groups)
     return _Candidate(paths, layer, wrapper, named, "")
+
+
+def _place(
+    candidate: _Candidate, mesh: Mesh | None, layers: int | None, config: LoRAConfig
+) -> SlotPlace | None:
+    """Only slots of linear layers are cut; those of heads are whole on each device."""
+    if mesh is None or candidate.shape is None:
+        return None
+    if candidate.wrapper.mixin is not LoRALinear:
+        return SlotPlace(mesh)
+    place = place_of(candidate.layer, candidate.shape, mesh, layers=layers)
+    if not config.fully_sharded_loras:
+        return place
+    return fully_sharded(candidate.paths[0], place, candidate.shape, config)
 
 
 def _layers_with_paths(model: nnx.Module) -> list[tuple[list[str], nnx.Module]]:

@@ -135,8 +135,9 @@ class DeviceTier:
 
 
 def _beside(bank: Bank) -> Place:
+    if bank.spread is not None:
+        whole = NamedSharding(bank.spread.mesh, PartitionSpec())
+        return Place(whole, bank.spread.experts)
     arrays = jax.tree.leaves(bank.arrays)
     sharding = arrays[0].sharding if arrays else SingleDeviceSharding(jax.devices()[0])
-    if isinstance(sharding, NamedSharding):
-        sharding = NamedSharding(sharding.mesh, PartitionSpec())
-    return Place(sharding, None if bank.spread is None else bank.spread.slot)
+    return Place(sharding)

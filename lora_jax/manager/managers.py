@@ -15,7 +15,7 @@ from lora_jax.config import LoRAConfig
 from lora_jax.layers import Sites, wrap
 from lora_jax.layers.domains import VISION
 from lora_jax.manager.dummy import create_dummy
-from lora_jax.manager.memory import Memory, shown, site_bytes, site_parts
+from lora_jax.manager.memory import Memory, shown, site_bytes, site_shares
 from lora_jax.manager.registry import AdapterRegistry
 from lora_jax.manager.slot_map import SlotRow, slot_rows, to_html, to_text
 from lora_jax.manager.snapshot import Snapshot
@@ -92,7 +92,7 @@ class LoRAModelManager(AdapterRegistry):
                 host_copies=3 if self._pins else 2,
                 adapters={id: host[id].host_nbytes for id in self._table.registered},
                 staged=sum(prepared.ahead_nbytes for prepared in host.values()),
-                parts=site_parts(layout),
+                shares=site_shares(layout, self._tiers.device.bank.spread),
             )
 
     def create_dummy_lora(

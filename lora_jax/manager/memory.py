@@ -11,7 +11,7 @@ from lora_jax.bank import bank_dtype
 from lora_jax.config import LoRAConfig
 from lora_jax.layers import wrap
 from lora_jax.manager.prepared import pins_host_memory
-from lora_jax.staging import SlotLayout, slot_layout
+from lora_jax.staging import SlotLayout, Spread, slot_layout, spread_of
 
 
 @dataclass(frozen=True)
@@ -21,8 +21,7 @@ class Memory:
     Attributes:
       slots: number of slots.
       sites: bytes of one slot, by site.
-      parts: over how many devices a site's slots are spread, where experts are; the
-        other sites are whole on each device.
+      shares: bytes of one slot on each device, by site, if the model is on several.
       host_capacity: adapters that the host may hold.
       host_copies: copies of each adapter on the host: the file's values, the bank's
         layout and, where host memory is pinned, a whole slot.
@@ -40,7 +39,7 @@ class Memory:
     host_copies: int = 2
     adapters: Mapping[int, int] = field(default_factory=dict)
     staged: int = 0
-    parts: Mapping[str, int] = field(default_factory=dict, repr=False)
+    shares: Mapping[str, int] = field(default_factory=dict, repr=False)
 
     @property
     def slot(self) -> int:
@@ -51,15 +50,14 @@ class Memory:
     def device(self) -> int:
         """Bytes on the device: all slots, from the start, and what was sent ahead.
 
-        If experts are spread, what devices repeat counts once; see `each_device`.
+        On several devices, what they repeat counts once; see `each_device`.
         """
         return self.slots * self.slot + self.staged
 
     @property
     def each_device(self) -> int:
-        """Bytes of all slots on each of the devices over which experts are spread."""
-        cut = (size // self.parts.get(name, 1) for name, size in self.sites.items())
-        return self.slots * sum(cut)
+        """Bytes of all slots on each of the devices on which the model lies."""
+        return self.slots * sum((self.shares or self.sites).values())
 
     @property
     def host(self) -> int:
@@ -75,7 +73,7 @@ class Memory:
         rows = [
             ("one slot", self.slot),
             (f"device, {self.slots} slots", self.device),
-            *([("of that on each device", self.each_device)] if self.parts else []),
+            *([("of that on each device", self.each_device)] if self.shares else []),
             (f"host, {len(self.adapters)} adapters", self.host),
             (f"host, at most {self.host_capacity} adapters", self.host_at_most),
         ]
@@ -106,7 +104,7 @@ def memory_needed(model: nnx.Module, config: LoRAConfig) -> Memory:
         sites=site_bytes(layout),
         host_capacity=config.host_capacity,
         host_copies=copies,
-        parts=site_parts(layout),
+        shares=site_shares(layout, spread_of(sites, layout)),
     )
 
 
@@ -118,13 +116,16 @@ def site_bytes(layout: SlotLayout) -> dict[str, int]:
     }
 
 
-def site_parts(layout: SlotLayout) -> dict[str, int]:
-    """Returns over how many devices each site's slots are spread, if they are."""
+def site_shares(layout: SlotLayout, spread: Spread | None) -> dict[str, int]:
+    """Returns the bytes of one slot of each site on each device; `{}` if on one."""
+    if spread is None:
+        return {}
     return {
-        name: spec.shape[0] // spec.sharding.shard_shape(spec.shape)[0]
+        name: sum(
+            spec.dtype.itemsize * math.prod(spread.share(name, key, spec.shape))
+            for key, spec in site.items()
+        )
         for name, site in layout.items()
-        for spec in site.values()
-        if spec.sharding is not None
     }
 
 
