@@ -64,7 +64,7 @@ def loop_block(tokens: int, slots: int) -> int:
 
     Small steps waste fewer rows, large ones copy A and B less often.
     """
-    return _power_of_two(tokens // (2 * slots), 4 if tokens > 1 else 1, 64)
+    return _power_of_two(tokens // (2 * slots), 4 if tokens > 2 else 1, 64)
 
 
 def batched_block(tokens: int, slots: int) -> int:
