@@ -35,6 +35,7 @@ from lora_jax.manager import memory_needed as memory_needed
 from lora_jax.models import load_model as load_model
 from lora_jax.models import load_tokenizer as load_tokenizer
 from lora_jax.models import shard_experts as shard_experts
+from lora_jax.models import shard_tensors as shard_tensors
 from lora_jax.request import LoRARequest as LoRARequest
 from lora_jax.routing import LoRAMapping as LoRAMapping
 from lora_jax.routing import LoRAMappingType as LoRAMappingType

@@ -17,6 +17,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.core import Tracer
+from jax.sharding import NamedSharding, PartitionSpec
 
 from lora_jax.adapters import AdapterPart, DoRA, LowRank, ReplacedBias
 from lora_jax.adapters.parts import nested
@@ -162,11 +164,11 @@ def add_delta(
       ValueError: if the routing was made for another number of rows.
     """
     site, slots = layer.lora_site, layer.lora_slots.get_value()
-    rows = to_rows(inputs, site.shape.in_axes)
+    rows, axes = to_rows(inputs, site.shape.in_axes), site.shape.out_axes
     check_rows(site, routing, rows)
     updated = lora_delta(
         rows,
-        to_rows(outputs, site.shape.out_axes),
+        to_rows(outputs, axes),
         slots["a"],
         slots["b"],
         scale=slots["scale"],
@@ -176,7 +178,7 @@ def add_delta(
         implementation=_implementation(site),
     )
     updated = apply_extras(updated, slots, routing, base_bias(layer))
-    return from_rows(updated, site.shape.out_axes, outputs.shape)
+    return _as_base(site, outputs, from_rows(updated, axes, outputs.shape))
 
 
 def _implementation(site: Site) -> str | None:
@@ -185,7 +187,24 @@ def _implementation(site: Site) -> str | None:
     A kernel of another compiler is a custom call, which cannot be cut over devices: all
     of its operands would be gathered on each first.
     """
-    return "xla" if site.place is not None and site.place.is_cut else None
+    return "xla_partitioned" if site.place and site.place.is_cut else None
+
+
+def _as_base(site: Site, outputs: jax.Array, updated: jax.Array) -> jax.Array:
+    """Returns a layer's updated output, cut where the base layer's output is.
+
+    Otherwise fully sharded slots would cut what comes after the layer too, which then
+    rounds otherwise, also in base rows.
+    """
+    if site.place is None or not site.place.is_cut:
+        return updated
+    if not isinstance(updated, Tracer):
+        return jax.device_put(updated, outputs.sharding)
+    cuts: list[object] = [PartitionSpec.UNCONSTRAINED] * updated.ndim
+    for number, axis in enumerate(site.shape.out_axes):
+        cuts[axis] = None if number else site.place.outputs
+    place = NamedSharding(site.place.mesh, PartitionSpec(*cuts))
+    return jax.lax.with_sharding_constraint(updated, place)
 
 
 def to_rows(array: jax.Array, axes: tuple[int, ...]) -> jax.Array:

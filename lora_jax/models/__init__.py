@@ -22,6 +22,7 @@ from lora_jax.models.pooling import normalize as normalize
 from lora_jax.models.source import DEFAULT_MODEL as DEFAULT_MODEL
 from lora_jax.models.source import cache_dir as cache_dir
 from lora_jax.models.source import resolve_model as resolve_model
+from lora_jax.models.tensor_parallel import shard_tensors as shard_tensors
 from lora_jax.models.tokenizer import Tokenizer as Tokenizer
 from lora_jax.models.zoo import Model as Model
 from lora_jax.models.zoo import body_of as body_of

@@ -31,6 +31,7 @@ IMPLEMENTATIONS = MappingProxyType(
     {
         "reference": "lora_kernels.lora_delta.reference",
         "xla": "lora_kernels.lora_delta.xla",
+        "xla_partitioned": "lora_kernels.lora_delta.xla_partitioned",
         "triton": "lora_kernels.lora_delta.triton",
         "triton_invariant": "lora_kernels.lora_delta.triton_invariant",
         "mosaic_gpu": "lora_kernels.lora_delta.mosaic_gpu",

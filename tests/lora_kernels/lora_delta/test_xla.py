@@ -16,7 +16,7 @@ from delta_cases import (
     small,
 )
 from lora_kernels import lora_delta
-from lora_kernels.lora_delta import xla_forms
+from lora_kernels.lora_delta import xla_forms, xla_partitioned
 from lora_kernels.lora_delta.site import Site
 from lora_kernels.lora_delta.specs import arrays_of
 from lora_kernels.lora_delta.xla import batched_block, loop_block
@@ -38,6 +38,12 @@ FORMS = {
     "gather": functools.partial(by_form, xla_forms.gather),
     "batched": functools.partial(
         by_form, functools.partial(xla_forms.batched, block=16)
+    ),
+    "partitioned": functools.partial(
+        by_form, functools.partial(xla_partitioned.batched, block=16)
+    ),
+    "partitioned, chosen": functools.partial(
+        lora_delta, implementation="xla_partitioned"
     ),
 }
 
@@ -83,7 +89,7 @@ def _copies_fit(spec):
     return spec.tokens * per_row <= GATHER_ELEMENTS
 
 
-@pytest.mark.parametrize("form", ["gather", "batched"])
+@pytest.mark.parametrize("form", ["gather", "batched", "partitioned"])
 @pytest.mark.parametrize(
     "spec",
     [spec for spec in covering_cases(pairs=False) if _copies_fit(spec)][::3],
@@ -110,7 +116,7 @@ def test_all_ranks_in_one_batch_below_a_larger_cap(cap, dtype):
 def test_small_batches_equal_float64(form, tokens):
     spec = small(tokens=tokens)
     arrays = arrays_of(spec)
-    if tokens or form == "chosen":
+    if tokens or "chosen" in form:
         assert_equals_float64(run(form, arrays, spec.part_widths), arrays, spec)
 
 
