@@ -14,7 +14,7 @@ import numpy as np
 
 from lora_jax.adapters.copies import BaseCopy
 from lora_jax.adapters.parts import AdapterPart, nested
-from lora_jax.adapters.report import Report
+from lora_jax.adapters.report import ELSEWHERE, Report
 from lora_jax.errors import AdapterError
 
 WEIGHT_DTYPES = tuple(
@@ -115,6 +115,11 @@ class Adapter:
         """
         kinds = {inner.kind for part in self.parts.values() for inner in nested(part)}
         return frozenset(kinds | ({ACTIVATED} if self.invocation_tokens else set()))
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether experts of the file were left to other processes."""
+        return any(item.reason == ELSEWHERE for item in self.report.ignored)
 
     @property
     def nbytes(self) -> int:

@@ -19,14 +19,11 @@ from lora_jax.adapters.mapper import NameMapper
 from lora_jax.adapters.names import Role, read_name
 from lora_jax.adapters.overflow import product_overflows
 from lora_jax.adapters.parts import AdapterPart, arrays, is_zero, nested, scale_of
-from lora_jax.adapters.report import Ignored, ModuleReport, Report
+from lora_jax.adapters.report import ELSEWHERE, Ignored, ModuleReport, Report
 from lora_jax.errors import AdapterError, faults
 
 MAX_FAULTS = 50
 """Faults told of one adapter; the rest are counted."""
-
-ELSEWHERE = "not read: it is of an expert that another process holds"
-"""Reason of the tensors outside `local_experts`."""
 
 
 @dataclass(frozen=True)

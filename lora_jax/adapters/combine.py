@@ -78,6 +78,15 @@ def _stack(items: Sequence[tuple[float, Pair]]) -> Factors:
     return a, np.concatenate(b, axis=1)
 
 
+def _adapter_faults(adapter: Adapter) -> list[str]:
+    found = []
+    if adapter.invocation_tokens:
+        found.append(f"{adapter.name}: waits for its invocation tokens")
+    if adapter.is_partial:
+        found.append(f"{adapter.name}: experts of it were not read; load it whole")
+    return found
+
+
 def _faults(
     adapters: Sequence[Adapter], weights: Sequence[float], rank: int | None
 ) -> list[str]:
@@ -90,8 +99,7 @@ def _faults(
         found.append(f"rank {rank} is not at least 1")
     shapes: dict[str, tuple[object, ...]] = {}
     for adapter in adapters:
-        if adapter.invocation_tokens:
-            found.append(f"{adapter.name}: waits for its invocation tokens")
+        found += _adapter_faults(adapter)
         found += [
             f"{adapter.name}: {module}: a {part.kind} has no sum"
             for module, part in adapter.parts.items()

@@ -162,6 +162,10 @@ def _add_parts(
     places: Mapping[str, Place],
 ) -> None:
     plan.faults += _copy_faults(plan, adapter, known)
+    if adapter.is_partial:
+        plan.faults.append(
+            f"{adapter.name}: experts of it were not read; load it whole"
+        )
     experts = find_experts(adapter.parts, weight, places)
     plan.faults += experts.faults
     for update in experts.updates:

@@ -3,6 +3,9 @@
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
+ELSEWHERE = "not read: it is of an expert that another process holds"
+"""Reason of the tensors outside an adapter's `local_experts`."""
+
 
 @dataclass(frozen=True)
 class ModuleReport:

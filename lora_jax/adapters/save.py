@@ -54,9 +54,14 @@ def save_adapter(adapter: Adapter, folder: str | os.PathLike[str]) -> Path:
       The folder.
 
     Raises:
-      AdapterError: if PEFT's format cannot say what the adapter says, before anything
-        is written.
+      AdapterError: if PEFT's format cannot say what the adapter says, or experts of it
+        were not read, before anything is written.
     """
+    if adapter.is_partial:
+        raise AdapterError(
+            f"adapter {adapter.name!r} holds the experts {adapter.local_experts} "
+            "alone; load it without local_experts to write it."
+        )
     tensors = to_tensors(adapter)
     config = to_config(adapter)
     _check(adapter, tensors, config)

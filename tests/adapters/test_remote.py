@@ -8,8 +8,16 @@ import pytest
 from safetensors.numpy import save_file
 
 from expert_files import ALPHA, EXPERTS, FILES, Sizes
-from lora_jax.adapters import Adapter, load_adapter, safetensors_file
+from lora_jax.adapters import (
+    Adapter,
+    combine_adapters,
+    load_adapter,
+    merge_adapters,
+    safetensors_file,
+    save_adapter,
+)
 from lora_jax.adapters.remote import expert_of, is_remote
+from lora_jax.errors import AdapterError
 
 SIZES = Sizes(4, 12, 10)
 LOCAL = range(2, 4)
@@ -129,3 +137,26 @@ def test_only_a_number_after_experts_tells_the_expert(name, expert):
     assert expert_of(name) == expert
     assert is_remote(name, range(7)) == (expert is not None)
     assert not is_remote(name, None)
+
+
+def test_an_adapter_without_remote_experts_is_not_written(tmp_path, tiny_base):
+    save(tmp_path, "pairs")
+    part = load_adapter(tmp_path, local_experts=LOCAL)
+    assert part.is_partial
+    assert not load_adapter(tmp_path).is_partial
+    with pytest.raises(AdapterError, match=r"holds the experts range\(2, 4\) alone"):
+        save_adapter(part, tmp_path / "out")
+    with pytest.raises(AdapterError, match="experts of it were not read; load it w"):
+        combine_adapters([part, part], [1.0, 1.0], name="sum")
+    with pytest.raises(AdapterError, match="experts of it were not read; load it w"):
+        merge_adapters(tiny_base, [part], tmp_path / "merged")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.fixture
+def tiny_base(tmp_path):
+    folder = tmp_path / "base"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    save_file({"model.norm.weight": np.ones(4)}, folder / "model.safetensors")
+    return folder
