@@ -7,9 +7,9 @@ absent) has the slots
     as the kernel        (-, -, i)                (-, o)             (o)
     fully sharded        (-, o, i)                (-, o or i)        (o)
 
-so A is cut where the layer's input is, and B where its output is. `scale` and `rank` are
-on every device, as is everything of a kernel that is whole, of embeddings, of heads and
-of experts (their own axis aside), if the model lies on a mesh at all.
+so A is cut where the layer's input is, and B where its output is. `scale` and `rank`
+are on every device, as is everything of a kernel that is whole, of embeddings, of heads
+and of experts (their own axis aside), if the model lies on a mesh at all.
 
 A kernel of several input or output axes is flattened: it counts as cut if the first of
 those axes is, and none of the others. Everything else is whole.
@@ -38,7 +38,8 @@ def model_mesh(model: nnx.Module) -> Mesh | None:
       ModelError: if they lie on several meshes.
     """
     leaves = jax.tree.leaves(nnx.state(model, nnx.Param))
-    found = dict.fromkeys(s.mesh for s in map(_sharding, leaves) if s is not None)
+    shardings = [s for s in map(_sharding, leaves) if s is not None]
+    found = dict.fromkeys(s.mesh for s in shardings if isinstance(s.mesh, Mesh))
     if len(found) > 1:
         raise ModelError(
             f"the parameters of {type(model).__name__} lie on {len(found)} meshes: "
@@ -121,7 +122,7 @@ def _kernel_cuts(
 ) -> tuple[MeshAxes, MeshAxes]:
     kernel = vars(layer).get("kernel")
     sharding = _sharding(kernel.get_value()) if isinstance(kernel, nnx.Param) else None
-    if sharding is None:
+    if sharding is None or kernel is None:
         return None, None
     first = 0 if layers is None else 1
     padded = (*sharding.spec, *[None] * (kernel.ndim - len(sharding.spec)))[first:]

@@ -43,7 +43,7 @@ CUT_AXES: Mapping[str, int] = {
 """Last name of a linear layer -> which axis of its kernel is cut."""
 
 
-def shard_tensors(model: CausalLM, mesh: Mesh, axis: str = "tensor") -> None:
+def shard_tensors(model: nnx.Module, mesh: Mesh, axis: str = "tensor") -> None:
     """Cuts a decoder's kernels over a mesh axis, and puts the rest on every device.
 
     Changes the model in place. Do it before a LoRA manager wraps the model, so that the
@@ -51,7 +51,7 @@ def shard_tensors(model: CausalLM, mesh: Mesh, axis: str = "tensor") -> None:
     axis of the same devices before (`shard_experts`); they stay as they are.
 
     Args:
-      model: a decoder of this library.
+      model: a `CausalLM`.
       mesh: the devices. Over its other axes everything is repeated.
       axis: name of the axis to cut over.
     Raises:
@@ -65,6 +65,7 @@ def shard_tensors(model: CausalLM, mesh: Mesh, axis: str = "tensor") -> None:
     if problems:
         headline = f"the kernels of {type(model).__name__} cannot be cut:"
         raise ModelError(faults(headline, problems))
+    assert isinstance(model, CausalLM), "_faults() refuses others"
     # The axes of `jax.make_mesh` are explicit; see `shard_experts`.
     place = Mesh(mesh.devices, mesh.axis_names)
     cut = {id(variable): spec for variable, spec in _cut_variables(model, place, axis)}
