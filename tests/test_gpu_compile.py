@@ -18,6 +18,7 @@ from lora_jax.forward import merge, split
 from lora_jax.layers import wrap
 from lora_jax.models import CausalLM, config_from_dict, empty_cache
 from lora_jax.routing import routing_from_slots
+from lora_jax.staging import buffer_shapes
 from lora_kernels import make_routing
 from lora_kernels.gpu_targets.compile_only import compile_for, compile_with_thunks
 from lora_kernels.lora_delta import api, lora_delta
@@ -26,6 +27,7 @@ pytestmark = pytest.mark.gpu_compile
 
 # H100 and H200 differ in nothing that a kernel is compiled for.
 TARGETS = ("a100", "h200")
+"""An H100 is an H200 with other memory: the same tiles, the same code."""
 
 
 @pytest.fixture(scope="module")
@@ -179,8 +181,8 @@ def test_lora_adds_at_most_128_launches_to_a_decode_step(llama, monkeypatch):
 def test_a_slot_is_written_in_place(llama):
     *_, bank = llama
     staged = {
-        name: jax.ShapeDtypeStruct((size,), name)
-        for name, size in banks._sizes(bank).items()
+        name: jax.ShapeDtypeStruct(shape, name)
+        for name, shape in buffer_shapes(banks.bank_layout(bank)).items()
     }
     slot = jax.ShapeDtypeStruct((), jnp.int32)
     compiled, thunks = compile_with_thunks(
