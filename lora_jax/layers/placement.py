@@ -26,6 +26,7 @@ from lora_jax.config import LoRAConfig
 from lora_jax.errors import ConfigError, ModelError
 from lora_jax.layers.base import Shape, SlotPlace
 from lora_jax.layers.extras import BIAS, GAIN
+from lora_jax.layers.sites import Sites
 
 MeshAxes = str | tuple[str, ...] | None
 """Mesh axes over which one axis of an array is cut, None: whole."""
@@ -108,13 +109,30 @@ def slot_cuts(place: SlotPlace, layers: int | None) -> dict[str, PartitionSpec]:
     }
     stack = () if layers is None else (None,)
     return {
-        key: PartitionSpec(*stack, *spec) for key, spec in axes.items() if any(spec)
+        key: PartitionSpec(*stack, *_without_tail(spec))
+        for key, spec in axes.items()
+        if any(spec)
     }
+
+
+def rank_multiple(sites: Sites) -> int:
+    """Returns of what the rank of an adapter is a multiple if devices share it evenly.
+
+    It divides `max_lora_rank`; 1 where the rank is not cut.
+    """
+    places = [layer.lora_site.place for layer in sites.values()]
+    return math.lcm(*(axes_size(p.mesh, p.rank) for p in places if p is not None))
 
 
 def axes_size(mesh: Mesh, axes: MeshAxes) -> int:
     """Returns over how many devices an axis is cut."""
     return math.prod(mesh.shape[name] for name in _names(axes))
+
+
+def _without_tail(spec: tuple[MeshAxes, ...]) -> tuple[MeshAxes, ...]:
+    """As jit returns it: a spec that means the same but differs compiles again."""
+    last = max(number for number, axes in enumerate(spec) if axes)
+    return spec[: last + 1]
 
 
 def _kernel_cuts(

@@ -14,6 +14,7 @@ from lora_jax.bank import Bank
 from lora_jax.config import LoRAConfig
 from lora_jax.layers import Sites, wrap
 from lora_jax.layers.domains import VISION
+from lora_jax.layers.placement import rank_multiple
 from lora_jax.manager.dummy import create_dummy
 from lora_jax.manager.memory import Memory, shown, site_bytes, site_shares
 from lora_jax.manager.registry import AdapterRegistry
@@ -110,9 +111,12 @@ class LoRAModelManager(AdapterRegistry):
     def get_dummy_lora_warmup_rank(self, default_rank: int) -> int:
         """Returns the rank for dummies: the default, within `max_lora_rank`.
 
-        No layer here asks for a multiple of anything, as vLLM's sharded experts do.
+        Where fully sharded slots cut the rank over devices, it is rounded up to a
+        multiple of these, so that each has the same share.
         """
-        return min(default_rank, self.config.max_lora_rank)
+        least = rank_multiple(self._sites)
+        rank = min(default_rank, self.config.max_lora_rank)
+        return -(-rank // least) * least
 
     def warmup(
         self, token_buckets: Iterable[int], run: Callable[[int], object]
