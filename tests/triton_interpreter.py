@@ -87,8 +87,8 @@ def _called(module: str, function: str, positional: tuple, keywords: dict):
 
 @contextmanager
 def _interpreting() -> Iterator[None]:
+    from lora_kernels import triton_launch
     from lora_kernels.gpu_targets import building_for
-    from lora_kernels.lora_delta import triton_launch
 
     if triton_launch.run is not _interpreted:
         _mend_interpreter()

@@ -17,14 +17,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from lora_kernels.grouped_dot.checks import check_arguments
-from lora_kernels.grouped_dot.shapes import Kernel
-from lora_kernels.lora_delta.dispatch import (
+from lora_kernels.dispatch import (
     Choice,
     Implementation,
     first_accepting,
     names_to_try,
 )
+from lora_kernels.grouped_dot.checks import check_arguments
+from lora_kernels.grouped_dot.shapes import Kernel
 from lora_kernels.routing import Routing
 
 IMPLEMENTATIONS = MappingProxyType(

@@ -7,10 +7,10 @@ row, its kernel and the shapes alone.
 
 from jaxtyping import Array, Float
 
+from lora_kernels import triton_launch
 from lora_kernels.gpu_targets import current_gpu
 from lora_kernels.grouped_dot.shapes import Kernel
 from lora_kernels.grouped_dot.triton_forms import product_launch
-from lora_kernels.lora_delta import triton_launch
 from lora_kernels.routing import Routing
 
 DTYPES = ("float32", "bfloat16", "float16")

@@ -3,10 +3,10 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from lora_kernels import triton_launch
 from lora_kernels.grouped_dot.backward import Gradients
 from lora_kernels.grouped_dot.triton import check_supported
 from lora_kernels.grouped_dot.triton_forms import gradient_launch, product_launch
-from lora_kernels.lora_delta import triton_launch
 from lora_kernels.routing import Routing
 
 

@@ -6,8 +6,8 @@ from jaxtyping import Array, Float
 
 from lora_kernels.grouped_dot import tiles
 from lora_kernels.grouped_dot.triton_kernels import gradient_kernel, product_kernel
-from lora_kernels.lora_delta.triton_launch import Launch
 from lora_kernels.routing import Routing, max_work_items, work_list
+from lora_kernels.triton_launch import Launch
 
 
 def product_launch(

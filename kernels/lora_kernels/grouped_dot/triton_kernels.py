@@ -17,7 +17,7 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
-from lora_kernels.lora_delta.triton_math import product
+from lora_kernels.triton_product import product
 
 
 @triton.jit

@@ -18,13 +18,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
-from lora_kernels.lora_delta.checks import check_arguments
-from lora_kernels.lora_delta.dispatch import (
+from lora_kernels.dispatch import (
     Choice,
     Implementation,
     first_accepting,
     names_to_try,
 )
+from lora_kernels.lora_delta.checks import check_arguments
 from lora_kernels.routing import Routing
 
 IMPLEMENTATIONS = MappingProxyType(

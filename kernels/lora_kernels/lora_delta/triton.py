@@ -10,8 +10,8 @@ on the shapes alone. Both are deterministic: nothing is added atomically.
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
+from lora_kernels import triton_launch
 from lora_kernels.gpu_targets import current_gpu
-from lora_kernels.lora_delta import triton_launch
 from lora_kernels.lora_delta.tiles import is_fused
 from lora_kernels.lora_delta.triton_forms import (
     Call,

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
-from lora_kernels.lora_delta import triton_launch
+from lora_kernels import triton_launch
 from lora_kernels.lora_delta.backward import Gradients
 from lora_kernels.lora_delta.site import tokens_per_row
 from lora_kernels.lora_delta.triton import checked_call

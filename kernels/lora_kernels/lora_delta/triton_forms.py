@@ -11,9 +11,9 @@ from lora_kernels.lora_delta import tiles
 from lora_kernels.lora_delta.site import tokens_per_row
 from lora_kernels.lora_delta.triton_decode import decode_kernel
 from lora_kernels.lora_delta.triton_grouped import grouped_kernel
-from lora_kernels.lora_delta.triton_launch import Launch
 from lora_kernels.lora_delta.triton_segment import expand_kernel, shrink_kernel
 from lora_kernels.routing import Routing, max_work_items, work_list
+from lora_kernels.triton_launch import Launch
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,8 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
-from lora_kernels.lora_delta.triton_math import part_columns, product_of_float32
+from lora_kernels.lora_delta.triton_math import part_columns
+from lora_kernels.triton_product import product_of_float32
 
 
 @triton.jit

@@ -15,9 +15,8 @@ import triton.language as tl
 
 from lora_kernels.lora_delta.triton_math import (
     load_ranks,
-    product,
-    product_of_float32,
 )
+from lora_kernels.triton_product import product, product_of_float32
 
 
 @triton.jit

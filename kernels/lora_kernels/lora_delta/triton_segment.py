@@ -24,9 +24,8 @@ from lora_kernels.lora_delta.triton_math import (
     compact_ranks,
     part_columns,
     part_tiles,
-    product,
-    product_of_float32,
 )
+from lora_kernels.triton_product import product, product_of_float32
 
 
 @triton.jit

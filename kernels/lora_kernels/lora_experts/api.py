@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
+from lora_kernels.dispatch import Choice, Implementation
 from lora_kernels.lora_delta.api import (
     backends_to_try,
     choice_of_rows,
     delta_of_rows,
 )
-from lora_kernels.lora_delta.dispatch import Choice, Implementation
 from lora_kernels.lora_experts.checks import check_arguments
 from lora_kernels.routing import Routing
 
