@@ -3,7 +3,8 @@
 Needs the repository and an installed JAX for CUDA with Triton and jax-triton; nothing
 else, and no network. Three stages, most important first:
 
-    a  every GPU implementation against `reference`: numbers, base rows bit for bit
+    a  every GPU implementation of every op against `reference`: numbers, base rows bit
+       for bit
     b  headline points, Llama-3-8B sites in bfloat16, and the write of one adapter
     c  the grid of the benchmark's suites, while time remains
 
@@ -25,7 +26,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lora_kernels import Routing, lora_delta, lora_experts, make_routing
+from lora_kernels import (
+    Routing,
+    grouped_dot,
+    lora_delta,
+    lora_experts,
+    make_routing,
+)
+from lora_kernels.grouped_dot.api import IMPLEMENTATIONS as GROUPED
 from lora_kernels.lora_delta import bench, bench_report, cost
 from lora_kernels.lora_delta.api import IMPLEMENTATIONS
 from lora_kernels.lora_delta.specs import Arrays, Spec, arrays_of, site_specs, suites
@@ -89,7 +97,7 @@ def check(spec: Spec, name: str, run: Run) -> dict[str, object]:
     wide = want.astype(np.float64)
     error = np.abs(got.astype(np.float64) - wide) / np.maximum(np.abs(wide), 1)
     base = arrays.slot < 0
-    exact = np.array_equal(got[base], arrays.y[base])
+    exact = np.array_equal(got[base], want[base])
     largest = float(np.nan_to_num(error, nan=np.inf).max(initial=0))
     passed = exact and largest <= TOLERANCE[spec.dtype]
     return entry | {"error": largest, "base_exact": exact, "passed": passed}
@@ -124,6 +132,26 @@ def experts(spec: Spec, arrays: Arrays, implementation: str) -> np.ndarray:
         implementation=implementation,
     )
     return np.asarray(out)
+
+
+def grouped(spec: Spec, arrays: Arrays, implementation: str) -> np.ndarray:
+    """Runs `grouped_dot`: A as kernels, rows in turn share one of x."""
+    x, kernel = jnp.asarray(arrays.x), jnp.asarray(arrays.a[:, 0])
+    return np.asarray(
+        grouped_dot(
+            x[: spec.tokens // CHOSEN],
+            kernel.swapaxes(1, 2),
+            routing_of(arrays),
+            implementation=implementation,
+        )
+    )
+
+
+RUNS = (
+    *itertools.product((delta, experts), COMPARED),
+    *((grouped, name) for name in GROUPED if name != "reference"),
+)
+"""What stage a runs: an op and an implementation of it."""
 
 
 def routing_of(arrays: Arrays) -> Routing:
@@ -188,7 +216,7 @@ class Record:
 def check_all(record: Record) -> None:
     """Stage a."""
     for spec in correctness_specs():
-        for run, name in itertools.product((delta, experts), COMPARED):
+        for run, name in RUNS:
             entry = {"op": run.__name__} | check(spec, name, run)
             print(entry, flush=True)
             record.add("checks", [entry])
