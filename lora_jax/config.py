@@ -30,7 +30,10 @@ class LoRAConfig:
       max_loras: slots on the device: the most distinct adapters in one batch, >= 1.
       max_cpu_loras: adapters kept on the host, >= max_loras. None: max_loras, and the
         built value holds that number.
-      fully_sharded_loras: also shard the rank or output axis over devices (S-LoRA).
+      fully_sharded_loras: where a base kernel is cut over devices along its outputs,
+        cut the rank of A too, and where along its inputs, the output of B (S-LoRA).
+        `max_lora_rank` must then be a multiple of those devices. Without such kernels
+        it changes nothing. Excludes `enable_expert_parallel`.
       enable_expert_parallel: insist that the model's experts are spread over devices
         (`shard_experts`): a model whose are not is then refused. Nothing else depends
         on it, as the model itself says where its experts are. Excludes
