@@ -17,8 +17,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.core import Tracer
-from jax.sharding import NamedSharding, PartitionSpec
 
 from lora_jax.adapters import AdapterPart, DoRA, LowRank, ReplacedBias
 from lora_jax.adapters.parts import nested
@@ -45,6 +43,7 @@ from lora_jax.layers.extras import (
     gain_of,
     pair_of,
 )
+from lora_jax.layers.placement import cut_as_base, implementation_of
 from lora_jax.models.head import TiedHead
 from lora_jax.models.linear import FusedLinear
 from lora_kernels import Routing, lora_delta
@@ -175,36 +174,10 @@ def add_delta(
         rank=slots["rank"],
         routing=routing,
         part_widths=site.part_widths,
-        implementation=_implementation(site),
+        implementation=implementation_of(site),
     )
     updated = apply_extras(updated, slots, routing, base_bias(layer))
-    return _as_base(site, outputs, from_rows(updated, axes, outputs.shape))
-
-
-def _implementation(site: Site) -> str | None:
-    """What computes the update; None: the fastest that accepts.
-
-    A kernel of another compiler is a custom call, which cannot be cut over devices: all
-    of its operands would be gathered on each first.
-    """
-    return "xla_partitioned" if site.place and site.place.is_cut else None
-
-
-def _as_base(site: Site, outputs: jax.Array, updated: jax.Array) -> jax.Array:
-    """Returns a layer's updated output, cut where the base layer's output is.
-
-    Otherwise fully sharded slots would cut what comes after the layer too, which then
-    rounds otherwise, also in base rows.
-    """
-    if site.place is None or not site.place.is_cut:
-        return updated
-    if not isinstance(updated, Tracer):
-        return jax.device_put(updated, outputs.sharding)
-    cuts: list[object] = [PartitionSpec.UNCONSTRAINED] * updated.ndim
-    for number, axis in enumerate(site.shape.out_axes):
-        cuts[axis] = None if number else site.place.outputs
-    place = NamedSharding(site.place.mesh, PartitionSpec(*cuts))
-    return jax.lax.with_sharding_constraint(updated, place)
+    return cut_as_base(site, outputs, from_rows(updated, axes, outputs.shape))
 
 
 def to_rows(array: jax.Array, axes: tuple[int, ...]) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Where the slots of a layer lie on several devices, read off its base kernel.
+"""Where a layer's slots and output lie on several devices, read off its base kernel.
 
 A kernel `(d_in, d_out)` whose axes are cut over mesh axes `i` and `o` (both may be
 absent) has the slots
@@ -24,7 +24,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from lora_jax.config import LoRAConfig
 from lora_jax.errors import ConfigError, ModelError
-from lora_jax.layers.base import Shape, SlotPlace
+from lora_jax.layers.base import Shape, Site, SlotPlace
 from lora_jax.layers.extras import BIAS, GAIN
 from lora_jax.layers.sites import Sites
 
@@ -113,6 +113,32 @@ def slot_cuts(place: SlotPlace, layers: int | None) -> dict[str, PartitionSpec]:
         for key, spec in axes.items()
         if any(spec)
     }
+
+
+def implementation_of(site: Site) -> str | None:
+    """Returns what computes a layer's update; None: the fastest that accepts.
+
+    A kernel of another compiler is a custom call, which cannot be cut over devices: all
+    of its operands would be gathered on each first.
+    """
+    return "xla_partitioned" if site.place and site.place.is_cut else None
+
+
+def cut_as_base(site: Site, outputs: jax.Array, updated: jax.Array) -> jax.Array:
+    """Returns a layer's updated output, cut where the base layer's output is.
+
+    Otherwise fully sharded slots would cut what comes after the layer too, which then
+    rounds otherwise, also in base rows.
+    """
+    if site.place is None or not site.place.is_cut:
+        return updated
+    if not isinstance(updated, Tracer):
+        return jax.device_put(updated, outputs.sharding)
+    cuts: list[object] = [PartitionSpec.UNCONSTRAINED] * updated.ndim
+    for number, axis in enumerate(site.shape.out_axes):
+        cuts[axis] = None if number else site.place.outputs
+    place = NamedSharding(site.place.mesh, PartitionSpec(*cuts))
+    return jax.lax.with_sharding_constraint(updated, place)
 
 
 def rank_multiple(sites: Sites) -> int:

@@ -136,6 +136,7 @@ def wrapped():
 
 
 def quantized():
+    pytest.importorskip("qwix")
     model = build(CONFIG)
     quantize(model, "int8")
     return model
