@@ -234,9 +234,7 @@ def measure_all(
     print(bench_report.header())
     for spec in specs:
         if time.monotonic() < stop:
-            found = bench.measure(
-                spec, TIMED, rounds=rounds, peaks=peaks[spec.dtype]
-            )
+            found = bench.measure(spec, TIMED, rounds=rounds, peaks=peaks[spec.dtype])
             print(bench_report.rows(found), flush=True)
             record.add("points", [dataclasses.asdict(point) for point in found])
 
