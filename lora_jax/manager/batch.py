@@ -39,10 +39,7 @@ class StaleRouting(Routing):
     absent: tuple[int, ...]
 
     def __getattr__(self, name: str) -> object:
-        raise RuntimeError(
-            f"adapters {list(self.absent)} of the current mapping have left their "
-            "slots; activate them and call set_adapter_mapping before the next run."
-        )
+        raise RuntimeError(_stale_text(self.absent))
 
     def __repr__(self) -> str:
         return f"StaleRouting(absent={self.absent})"
@@ -53,6 +50,13 @@ def stale_routing(absent: Sequence[int]) -> StaleRouting:
     stale = object.__new__(StaleRouting)  # A routing's own constructor wants arrays.
     object.__setattr__(stale, "absent", tuple(absent))
     return stale
+
+
+def _stale_text(absent: Sequence[int]) -> str:
+    return (
+        f"adapters {list(absent)} of the current mapping have left their slots; "
+        "activate them and call set_adapter_mapping before the next run."
+    )
 
 
 @dataclass(frozen=True)
@@ -74,11 +78,20 @@ class BatchTier:
         self._sites = sites
         self._budgets = budgets
         self._routed: dict[LoRAMappingType, _Routed] = {}
+        self._absent: dict[LoRAMappingType, list[int]] = {}
         self.computed = 0
 
     @property
     def routing(self) -> RoutingSet:
-        """Domain -> routing; empty when no row has an adapter."""
+        """Domain -> routing; empty when no row has an adapter.
+
+        Raises:
+          RuntimeError: if an adapter of the mapping has left its slot: `{}` would run
+            its rows, and all others, as the base model.
+        """
+        if self._absent:
+            absent = {id for ids in self._absent.values() for id in ids}
+            raise RuntimeError(_stale_text(sorted(absent)))
         return {
             domain: routing
             for routed in self._routed.values()
@@ -98,6 +111,7 @@ class BatchTier:
             routing = mapping_to_routing(mapping, layout)
             self._routed[mapping.type] = _Routed(mapping, layout, routing)
             self.computed += 1
+        self._absent.pop(mapping.type, None)
         self._show(mapping.type)
 
     def _check_budgets(self, mapping: LoRAMapping) -> None:
@@ -115,6 +129,7 @@ class BatchTier:
             absent = _absent(routed.mapping, layout)
             if absent:
                 del self._routed[kind]
+                self._absent[kind] = absent
                 self._poison(kind, absent)
             else:
                 self.set(routed.mapping, layout)
@@ -122,6 +137,7 @@ class BatchTier:
     def forget(self) -> None:
         """Drops every mapping: the model runs as the base model."""
         self._routed.clear()
+        self._absent.clear()
         for domain in DOMAINS:
             self._sites.show_routing(domain, None)
 

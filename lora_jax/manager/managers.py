@@ -70,7 +70,11 @@ class LoRAModelManager(AdapterRegistry):
 
     @property
     def routing(self) -> RoutingSet:
-        """Domain -> routing of the current mapping; empty for the base model alone."""
+        """Domain -> routing of the current mapping; empty for the base model alone.
+
+        Raises:
+          RuntimeError: if an adapter of the mapping has left its slot since.
+        """
         with self.lock:
             return self._tiers.batch.routing
 
@@ -218,7 +222,11 @@ class LoRAModelManager(AdapterRegistry):
         )
 
     def snapshot(self) -> Snapshot:
-        """Returns slots and routing as one value that no later call changes."""
+        """Returns slots and routing as one value that no later call changes.
+
+        Raises:
+          RuntimeError: if an adapter of the mapping has left its slot since.
+        """
         with self.lock:
             return Snapshot(self._tiers.device.bank, self._tiers.batch.routing)
 

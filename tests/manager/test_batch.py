@@ -65,7 +65,11 @@ def test_a_mapping_whose_adapter_has_left_stops_the_model() -> None:
     assert manager.lora_index_to_id == [3, 2]
     with pytest.raises(RuntimeError, match=r"adapters \[1\] .* have left their slots"):
         manager.model(inputs(2))
+    for value in (lambda: manager.routing, manager.snapshot):
+        with pytest.raises(RuntimeError, match=r"adapters \[1\] .* left their slots"):
+            value()
     manager.set_adapter_mapping(LoRAMapping((3, 2), (3, 2)))
+    assert manager.routing.keys() == manager.snapshot().routing.keys() != set()
     expected = expected_rows(Toy(), [ADAPTERS[3], ADAPTERS[2]], inputs(2))
     np.testing.assert_allclose(
         manager.model(inputs(2)), expected, atol=TOLERANCE, rtol=0
