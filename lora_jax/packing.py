@@ -5,6 +5,7 @@ state changes: every module of the adapter has its place and its shape, or one
 `AdapterError` names every one that has not. NumPy only; nothing is on a device yet.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -27,6 +28,9 @@ from lora_jax.layers.stacked import stack_hosts
 
 SAMPLES = 3
 """Module paths shown of each side, so that another spelling can be seen."""
+
+EXPERT = re.compile(r"experts\.[0-9]+\.")
+"""A path of one expert."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,6 +89,7 @@ def pack(adapter: Adapter, sites: Sites, dtype: np.dtype) -> Packed:
     problems += _vocabulary_faults(grouped, sites)
     problems += [f"{text}." for text in value_overflows(adapter.parts, dtype)]
     problems += base_copy_faults(adapter, sites)
+    problems += _experts_left_out(adapter, sites)
     if not adapter.parts and adapter.local_experts is None:
         problems.append("the adapter adapts no module.")
     if left_out and not matched:
@@ -193,16 +198,44 @@ def _vocabulary_faults(grouped: Grouped, sites: Sites) -> list[str]:
     return []
 
 
-def _unknown_modules(unknown: list[str], sites: Sites, modules: int) -> list[str]:
-    known = sorted({name.rpartition(".")[2] for name in sites.targets})
-    problems = [
-        f"{module}: not a module that this model can adapt; known: {', '.join(known)}."
-        for module in unknown
+def _experts_left_out(adapter: Adapter, sites: Sites) -> list[str]:
+    """Experts held here that were not read from the file would run as the base's."""
+    if not adapter.is_partial:
+        return []
+    held = {e for layer in sites.values() for e in layer.held_experts}
+    missing = sorted(held - set(adapter.local_experts or ()))
+    if not missing:
+        return []
+    return [
+        f"it was read for the experts {adapter.local_experts} alone, and this process "
+        f"holds {missing[0]} to {missing[-1]} too; load it without local_experts."
     ]
-    if unknown:
-        here = ", ".join(sorted(sites.targets)[:SAMPLES])
-        problems.append(
-            f"{len(unknown)} of {modules} modules have no place; this model's paths "
-            f"are {here}, ... and the file's {', '.join(sorted(unknown)[:SAMPLES])}."
-        )
-    return problems
+
+
+def _unknown_modules(unknown: list[str], sites: Sites, modules: int) -> list[str]:
+    if not unknown:
+        return []
+    known = sorted({_kind_of(name) for name in sites.targets})
+    problems = [
+        f"{module}: not a module that this model can adapt." for module in unknown
+    ]
+    experts = max(
+        (layer.lora_site.shape.experts for layer in sites.values()), default=0
+    )
+    if experts and any(EXPERT.search(module) for module in unknown):
+        problems.append(f"the model's experts are numbered 0 to {experts - 1}.")
+    here = ", ".join(sorted(sites.targets)[:SAMPLES])
+    return [
+        *problems,
+        f"{len(unknown)} of {modules} modules have no place; this model (with its "
+        f"target_modules) has {', '.join(known)}; its paths are {here}, ... and the "
+        f"file's {', '.join(sorted(unknown)[:SAMPLES])}.",
+    ]
+
+
+def _kind_of(path: str) -> str:
+    """The last name of a path; of an expert's, without its number."""
+    *_, parent, last = ("", *path.split("."))
+    if last.isdigit():
+        return f"{parent}.*"
+    return f"*.{last}" if parent.isdigit() and ".experts." in path else last

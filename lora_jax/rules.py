@@ -85,7 +85,7 @@ class FixedRules:
         if not free:
             raise ValueError(NO_SLOT)
         if id not in table.registered:
-            raise KeyError(id)
+            raise KeyError(f"adapter {id} is not registered; add it first.")
         return Activation(id, free[0])
 
     def check_pin(self, table: SlotTable, id: int) -> None:
@@ -141,7 +141,7 @@ class LRURules:
         free = table.free_slots()
         victim = None if free else _victim(table, table.active)
         if id not in table.registered:
-            raise KeyError(id)
+            raise KeyError(f"adapter {id} is not registered; add it first.")
         if victim is None:
             return Activation(id, free[0])
         return Activation(id, table.index_to_id.index(victim), victim)

@@ -131,7 +131,11 @@ def _ambiguity(part: ExpertsLowRank, shape: ExpertShape) -> str:
         f"peft_version {part.peft_version!r} does not tell which is meant; "
     )
     if shape.stored_in_out:
-        return text + "save gate_up_proj and down_proj in one adapter."
+        return (
+            text + "save gate_up_proj and down_proj in one adapter; or, if it was "
+            "trained under transformers 5, write peft_version 0.18.1, whose layout is "
+            "the same, into adapter_config.json."
+        )
     return text + "write the peft_version that saved it into adapter_config.json."
 
 

@@ -39,7 +39,7 @@ def build_expert_pairs(module: str, tensors: Tensors, meaning: Meaning) -> Built
     a, b = tensors[Role.A], tensors[Role.B]
     if a.array.ndim == b.array.ndim == 2:
         return _build_flat(module, module.rpartition(".")[2], tensors, meaning)
-    found = _three_axes_faults(module, a, b)
+    found = _variant_faults(module, meaning) + _three_axes_faults(module, a, b)
     if not found:
         found = rank_faults(module, a.array.shape[1], meaning)
     if found:
@@ -52,7 +52,7 @@ def _build_flat(
     module: str, parameter: str, tensors: Tensors, meaning: Meaning
 ) -> Built:
     a, b = tensors[Role.A], tensors[Role.B]
-    found = pair_faults(module, a, b)
+    found = _variant_faults(module, meaning) + pair_faults(module, a, b)
     alias = f"{experts_path(module)}.{parameter or DOWN}"
     rank = meaning.rank_of(alias)
     if rank is None:
@@ -90,6 +90,16 @@ def _parameter_of(module: str, meaning: Meaning) -> str:
     if module.endswith(".base_layer"):
         return GATE_UP
     return DOWN if mine else ""
+
+
+def _variant_faults(module: str, meaning: Meaning) -> list[str]:
+    """What the config declares of every module, and PEFT does not have for experts."""
+    declared = {"use_dora": meaning.dora, "lora_bias": meaning.lora_bias}
+    return [
+        f"{module}: the config says {field}=True, experts cannot have it; correct it"
+        for field, value in declared.items()
+        if value
+    ]
 
 
 def _three_axes_faults(module: str, a: Tensor, b: Tensor) -> list[str]:

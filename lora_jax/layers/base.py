@@ -204,6 +204,11 @@ class LoRALayer(nnx.Module):
         """Returns why `weights` cannot sit at `part`."""
         raise NotImplementedError
 
+    @property
+    def held_experts(self) -> range:
+        """Experts of which this process keeps copies; none if the layer has none."""
+        return range(0)
+
     def zeros(self, part: PartKey, rank: int) -> AdapterPart | None:
         """Returns an update of zeros, in views that take no memory.
 

@@ -146,7 +146,7 @@ class LoRAExperts(LoRALayer):
         b = np.zeros((experts, most, site.d_out), dtype)
         scale = np.zeros((experts, parts), np.float32)
         ranks = np.zeros((experts, parts), np.int32)
-        starts, held = np.cumsum([0, *site.part_widths]), self._held
+        starts, held = np.cumsum([0, *site.part_widths]), self.held_experts
         for key, weight in weights.items():
             named = sorted(self._experts_of(key))  # One expert, or all of them.
             begin = max(named[0], held.start)
@@ -178,7 +178,7 @@ class LoRAExperts(LoRALayer):
         return self.lora_site.shape.experts
 
     @property
-    def _held(self) -> range:
+    def held_experts(self) -> range:
         """Experts of which this process keeps copies."""
         base: ExpertLinear = self  # type: ignore[assignment]
         place = base.expert_mesh

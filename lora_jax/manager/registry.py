@@ -158,7 +158,7 @@ class AdapterRegistry:
         with self.lock:
             id = prepared.adapter.id
             if id not in self._table.registered:
-                raise KeyError(id)
+                raise KeyError(f"adapter {id} is not registered; add it first.")
             plan = plan_replacement(self._rules, self._table, id)
             self._tiers.replace(prepared, plan)
 

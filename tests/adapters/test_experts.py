@@ -87,3 +87,12 @@ def test_a_saved_adapter_names_only_the_parameters_that_it_knows(tmp_path):
     again = load_adapter(save_adapter(adapter, tmp_path / "out"))
     assert again.content_hash == adapter.content_hash
     assert again.config["target_parameters"] is None
+
+
+@pytest.mark.parametrize("field", ["use_dora", "lora_bias"])
+@pytest.mark.parametrize("module", [EXPERTS, f"{EXPERTS}.w1"])
+def test_kinds_that_experts_cannot_have_are_refused(field, module):
+    stacked = module.endswith("w1")
+    shapes = SHAPES["one pair for each"] if stacked else ((12, D_IN), (D_OUT, 12))
+    with pytest.raises(AdapterError, match=f"{field}=True, experts cannot have it"):
+        read(module, *shapes, **{field: True})

@@ -12,7 +12,7 @@ import pytest
 from expert_files import ALPHA, BLOCK, EXPERTS, FILES, Sizes
 from expert_models import build, make, serve
 from lora_jax import LoRAConfig, LoRAMapping, LRUCacheLoRAModelManager
-from lora_jax.adapters import adapter_from_tensors
+from lora_jax.adapters import adapter_from_tensors, load_adapter, save_adapter
 from lora_jax.errors import AdapterError
 
 TOKENS = 24
@@ -281,6 +281,27 @@ def test_what_does_not_fit_is_refused_by_name(module, a, b, text):
     with pytest.raises(AdapterError, match=text) as caught:
         serve(build(Sizes(4, 12, 10), 2), [adapter])
     assert module in str(caught.value)
+
+
+@pytest.mark.parametrize("layout", ["pairs", "lists_of_experts"])
+def test_experts_held_here_must_have_been_read(layout, tmp_path):
+    sizes = Sizes(4, 12, 10)
+    whole, _ = make(layout, sizes, 3, seed=1, adapter_id=1)
+    folder = save_adapter(whole, tmp_path)
+    part = load_adapter(folder, adapter_id=1, local_experts=range(1, 3))
+    with pytest.raises(AdapterError, match=r"range\(1, 3\) alone, .* holds 0 to 3 too"):
+        serve(build(sizes, 2), [part])
+    serve(build(sizes, 2), [load_adapter(folder, 2, local_experts=range(4))])
+
+
+def test_an_expert_that_the_model_has_not_is_told_by_number():
+    sizes = Sizes(4, 12, 10)
+    adapter, _ = make("pairs", Sizes(5, 12, 10), 3, seed=1, adapter_id=1)
+    with pytest.raises(AdapterError, match="experts are numbered 0 to 3") as caught:
+        serve(build(sizes, 2), [adapter])
+    text = str(caught.value)
+    assert "experts.4.gate_proj: not a module that this model can adapt." in text
+    assert "has *.down_proj, *.gate_proj" in text
 
 
 def test_two_layouts_of_one_expert_in_one_file_are_refused():
