@@ -5,6 +5,8 @@ The environment is set before JAX is imported, and only where nothing is set, so
 """
 
 import os
+import re
+from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
@@ -13,6 +15,11 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import hypothesis
 import jax
+import pytest
+
+from slow_cases import SLOW_CASES
+
+TESTS = Path(__file__).parent
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
@@ -20,3 +27,11 @@ hypothesis.settings.register_profile(
     "fixed", derandomize=True, deadline=None, database=None, print_blob=True
 )
 hypothesis.settings.load_profile("fixed")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Gives the cases of `slow_cases.py` the mark `slow`."""
+    for item in items:
+        name = item.path.relative_to(TESTS).as_posix()
+        if any(re.search(pattern, item.name) for pattern in SLOW_CASES.get(name, ())):
+            item.add_marker("slow")

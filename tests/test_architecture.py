@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from slow_cases import SLOW_CASES
+
 ROOT = Path(__file__).parent.parent
 PACKAGES = {
     "lora_jax": ROOT / "lora_jax",
@@ -252,3 +254,8 @@ def _documented(value: object) -> bool:
     # A dataclass without a docstring gets its signature for one.
     text = getattr(value, "__doc__", None) or ""
     return bool(text) and not text.startswith(f"{getattr(value, '__name__', '')}(")
+
+
+@pytest.mark.parametrize("file", SLOW_CASES)
+def test_slow_cases_are_of_files_that_are_there(file):
+    assert (ROOT / "tests" / file).is_file()

@@ -1,0 +1,46 @@
+"""Cases that repeat on another model, size or dtype what a quicker case shows.
+
+`make test` leaves them out and `make test-slow` runs them, as CI does; `conftest.py`
+gives them the mark `slow`.
+"""
+
+SLOW_CASES = {
+    "layers/test_experts.py": [
+        r"test_every_layout_in_one_batch\[sizes[123]",
+        r"test_experts_without_a_gate\[(False-names1|True-names0)\]",
+        "test_gradients_are_those",
+    ],
+    "layers/test_linear.py": [r"test_a_rank_may_exceed.*\[24-24\]"],
+    "layers/test_embed.py": [r"test_every_kind_in_one_batch.*\[True\]"],
+    "lora_kernels/lora_delta/test_backward.py": [
+        "test_gradients_equal_those_of_the_reference_in_float64.*(zipf|uniform)",
+        "test_adapters_train_together_under_vmap",
+    ],
+    "lora_kernels/lora_experts/test_api.py": ["test_forms_for_few_and_for_many"],
+    "manager/test_holds.py": [r"goes_on_in_its_slot\[deactivated\]"],
+    "models/test_moe_block.py": [
+        r"equals_transformers\[(olmoe|qwen3_moe|.* .*)",
+        "test_a_classifier_may_have_experts",
+    ],
+    "serving/test_activated.py": ["test_each_row_equals_the_model_with_ids"],
+    "serving/test_engine.py": ["test_nothing_compiles_after_warmup_of_a_new_engine"],
+    "serving/test_engine_expert_parallel.py": ["two_devices_generate"],
+    "serving/test_engine_tensor_parallel.py": [""],
+    "test_cli.py": ["test_generate_in_bfloat16", "test_random_answers_do_not_depend"],
+    "test_cli_texts.py": [
+        r"test_embeddings_are_pooled_hidden_states\[(llama|roberta|bert-(cls|last))",
+        r"test_scores_and_labels_are_those_of_each_rows_own_head\[(llama|roberta)",
+    ],
+    "test_expert_parallel.py": [r"\[4\]", "test_tokens_of_one_device_alone"],
+    "test_experts_against_peft.py": [r"\[(qwen|olmoe|gpt_oss, square)"],
+    "test_kinds_against_peft.py": [r"\[untied\]"],
+    "test_merged_experts_against_peft.py": ["loads_here", r"\[(mixtral|gpt_oss)"],
+    "test_models_against_peft.py": [
+        r"beside_a_base_row\[(mistral|qwen2|gemma2|roberta.*|qwen3 scores|bert scores)\]"
+    ],
+    "test_other_models.py": [r"however_it_is_run\[scan\]"],
+    "test_quantized.py": [r"dequantised_base\[(int8|nf4)\]"],
+    "test_quantized_experts.py": ["test_long_texts"],
+    "test_tensor_parallel.py": [r"\[4"],
+}
+"""File -> patterns found in the names of its slow cases."""
