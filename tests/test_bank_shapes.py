@@ -32,6 +32,7 @@ SIZES = {
 }
 GPT2 = {"n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 32, "n_inner": 20}
 RANK, SLOTS = 4, 3
+BFLOAT16 = np.dtype("bfloat16")
 
 Layer = dict[str, tuple[int, tuple[int, ...]]]
 """Last names of a layer's modules -> input width, output width of each part."""
@@ -150,7 +151,7 @@ def _check(model, path, layer, outside, bare) -> None:
     expected |= {name: {"rank": (SLOTS, 1)} for name in bare}
     needed = memory_needed(model, LoRAConfig(max_loras=SLOTS, max_lora_rank=RANK))
     sites = wrap(model, LoRAConfig(max_lora_rank=RANK))
-    bank = empty_bank(sites, SLOTS, np.dtype("bfloat16"))
+    bank = empty_bank(sites, SLOTS, BFLOAT16)
     assert jax.tree.map(lambda array: array.shape, bank.arrays) == expected
     factors = sum(
         2 * RANK * (len(widths) * d_in + sum(widths))
@@ -180,6 +181,61 @@ def test_the_bank_of_a_classifier(model_type):
     _check(model, path, layer, outside, (embedding, *heads))
 
 
-def test_every_family_without_experts_is_in_the_table():
-    dense = {name for name, family in FAMILIES.items() if family.experts is None}
-    assert set(FAMILY_CASES) == dense | set(ENCODER_FAMILIES)
+ATTENTION: Layer = {name: LLAMA[name] for name in list(LLAMA)[:2]}
+GATE: Layer = {**ATTENTION, "mlp.gate": (16, (4,))}
+SHARED: Layer = {
+    **GATE,
+    "mlp.shared_expert.gate_up_proj": (16, (12, 12)),
+    "mlp.shared_expert.down_proj": (12, (16,)),
+    "mlp.shared_expert_gate": (16, (1,)),
+}
+EXPERT_CASES = {
+    "mixtral": ("MixtralForCausalLM", {"num_local_experts": 4}, GATE, 20),
+    "qwen2_moe": (
+        "Qwen2MoeForCausalLM",
+        {
+            "num_experts": 4,
+            "moe_intermediate_size": 10,
+            "shared_expert_intermediate_size": 12,
+        },
+        SHARED,
+        10,
+    ),
+    "qwen3_moe": (
+        "Qwen3MoeForCausalLM",
+        {"num_experts": 4, "moe_intermediate_size": 10},
+        GATE,
+        10,
+    ),
+    "olmoe": ("OlmoeForCausalLM", {"num_experts": 4}, GATE, 20),
+    "gpt_oss": (
+        "GptOssForCausalLM",
+        {"num_local_experts": 4},
+        {**ATTENTION, "mlp.router": (16, (4,))},
+        20,
+    ),
+}
+"""`model_type` -> architecture, changes, linear layers, width inside an expert."""
+
+
+@pytest.mark.parametrize("model_type", EXPERT_CASES)
+def test_the_bank_of_a_family_with_experts(model_type):
+    architecture, changes, layer, width = EXPERT_CASES[model_type]
+    model = _model(model_type, architecture, {"num_experts_per_tok": 2, **changes})
+    projections = {"gate_up_proj": (16, (width, width)), "down_proj": (width, (16,))}
+    expected = {name: {"rank": (SLOTS, 1)} for name in DECODER}
+    for path in ("model.layers.0", "model.layers.1"):
+        for name, sizes in layer.items():
+            expected[f"{path}.{name}"] = _arrays(*sizes)
+        for name, sizes in projections.items():
+            one = _arrays(*sizes)
+            of_experts = {key: (SLOTS, 4, *shape[1:]) for key, shape in one.items()}
+            expected[f"{path}.mlp.experts.{name}"] = of_experts
+    bank = empty_bank(wrap(model, LoRAConfig(max_lora_rank=RANK)), SLOTS, BFLOAT16)
+    assert jax.tree.map(lambda array: array.shape, bank.arrays) == expected
+    config = LoRAConfig(max_loras=SLOTS, max_lora_rank=RANK)
+    assert bank.nbytes == SLOTS * memory_needed(model, config).slot
+
+
+def test_every_family_is_in_a_table():
+    assert {*FAMILY_CASES, *EXPERT_CASES} == {*FAMILIES, *ENCODER_FAMILIES}
