@@ -99,8 +99,8 @@ def run(args: argparse.Namespace) -> int:
     rank = largest_rank(folders, args.max_lora_rank)
     keep_compiled_programs()
     with progress(f"loading {args.model}") as say:
+        tokenizer = load_tokenizer(args.model)  # First: a fault there is told at once.
         model = load_causal_lm(args.model, args.dtype, progress=say)
-        tokenizer = load_tokenizer(args.model)
     options = Options(
         max_tokens=args.max_tokens,
         sampling=sampling,
