@@ -47,11 +47,11 @@ class LoRAHead(LoRALinear):
         fits = [routing for routing in made if routing.slot.shape[0] == rows.shape[0]]
         if not fits:
             check_rows(self.lora_site, made[0], rows)
-        logits = outputs.reshape(rows.shape[0], -1)
+        logits = outputs.reshape(rows.shape[0], outputs.shape[-1])
         if "a" in slots:
             logits = add_delta(self, fits[0], rows, logits)
         logits = replaced_logits(logits, rows, fits[0].slot, slots)
-        return logits.reshape(*outputs.shape[:-1], -1)
+        return logits.reshape(*outputs.shape[:-1], logits.shape[-1])
 
     def slot_spec(self, dtype: jax.typing.DTypeLike) -> SlotSpec:
         """Returns the array that a slot has whatever its adapter."""

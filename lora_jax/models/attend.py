@@ -33,7 +33,7 @@ def attend(
       sinks: if given, each head's score for attending to nothing.
     """
     batch, time, heads, head_dim = q.shape
-    grouped = q.reshape(batch, time, k.shape[1], -1, head_dim)
+    grouped = q.reshape(batch, time, k.shape[1], heads // k.shape[1], head_dim)
     scores = scale * jnp.einsum(
         "btkgd,bksd->bkgts", grouped, k, preferred_element_type=jnp.float32
     )
@@ -70,7 +70,9 @@ def causal_attend(
       scale, softcap, sinks: as in `attend`.
       block: queries at a time.
     """
-    time = q.shape[1]
+    batch, time, heads, head_dim = q.shape
+    if time == 0:
+        return q.reshape(batch, 0, heads * head_dim)
     mixed = []
     for start in range(0, time, block):
         end = min(start + block, time)

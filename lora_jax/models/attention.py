@@ -128,7 +128,7 @@ class Attention(nnx.Module):
     def _by_head(
         self, x: Float[Array, "*tokens width"]
     ) -> Float[Array, "*tokens heads head_dim"]:
-        return x.reshape(*x.shape[:-1], -1, self.head_dim)
+        return x.reshape(*x.shape[:-1], x.shape[-1] // self.head_dim, self.head_dim)
 
     def _clipped(self, x: Float[Array, "*tokens width"]) -> Array:
         bound = self.clip_qkv

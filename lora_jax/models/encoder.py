@@ -67,7 +67,9 @@ class SelfAttention(nnx.Module):
         self, x: Float[Array, "batch time d"], mask: Bool[Array, "batch time"]
     ) -> Float[Array, "batch time d"]:
         """Returns the mixed values of the seen tokens."""
-        by_head = self.qkv(x).reshape(*x.shape[:-1], -1, self.head_dim)
+        fused = self.qkv(x)
+        heads = fused.shape[-1] // self.head_dim
+        by_head = fused.reshape(*x.shape[:-1], heads, self.head_dim)
         q, k, v = jnp.split(by_head, 3, axis=-2)
         k, v = jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
         # A row of nothing but padding sees itself: its output is finite and unread.

@@ -70,7 +70,9 @@ class GPT2Attention(nnx.Module):
     def _project(
         self, x: Float[Array, "*tokens d"]
     ) -> list[Float[Array, "*tokens heads head_dim"]]:
-        by_head = self.c_attn(x).reshape(*x.shape[:-1], -1, self.head_dim)
+        fused = self.c_attn(x)
+        heads = fused.shape[-1] // self.head_dim
+        by_head = fused.reshape(*x.shape[:-1], heads, self.head_dim)
         return jnp.split(by_head, 3, axis=-2)
 
 

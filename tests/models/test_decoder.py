@@ -283,3 +283,10 @@ def test_a_tied_model_has_no_head_of_its_own():
     hidden, _ = prefill(model, some_tokens(1, 3))
     table = model.model.embed_tokens.embedding[...]
     np.testing.assert_allclose(logits_of(model, hidden), hidden @ table.T, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(0, 6), (2, 0)])
+def test_no_rows_and_no_tokens_give_no_logits(shape):
+    model = tiny()
+    logits = model(jnp.zeros(shape, jnp.int32))
+    assert logits.shape == (*shape, model.config.vocab_size)
