@@ -136,7 +136,6 @@ def wrapped():
 
 
 def quantized():
-    pytest.importorskip("qwix")
     model = build(CONFIG)
     quantize(model, "int8")
     return model
