@@ -70,7 +70,7 @@ class GateBlock(MoEBlock):
         return self.experts(rows, *choose(self.gate(rows), self.facts))
 
 
-class SharedExpertBlock(MoEBlock):
+class SharedExpertBlock(GateBlock):
     """As `GateBlock`, and a gated expert that every token uses: Qwen2-MoE."""
 
     def __init__(
@@ -81,9 +81,7 @@ class SharedExpertBlock(MoEBlock):
         dtype: DTypeLike,
         rngs: nnx.Rngs,
     ):
-        self.facts = facts
-        self.gate = _router(config, facts, use_bias=False, dtype=dtype, rngs=rngs)
-        self.experts = _experts(config, facts, dtype=dtype, rngs=rngs)
+        super().__init__(config, facts, dtype=dtype, rngs=rngs)
         width = facts.shared_intermediate_size
         self.shared_expert = GatedMLP(config, width, dtype=dtype, rngs=rngs)
         self.shared_expert_gate = plain_linear(
@@ -92,7 +90,7 @@ class SharedExpertBlock(MoEBlock):
 
     def mixed(self, rows: Float[Array, "tokens d"]) -> Float[Array, "tokens d"]:
         """Returns the sum of each row's experts and its share of the shared one."""
-        routed = self.experts(rows, *choose(self.gate(rows), self.facts))
+        routed = super().mixed(rows)
         share = jax.nn.sigmoid(self.shared_expert_gate(rows))
         return routed + share * self.shared_expert(rows)
 
