@@ -1,24 +1,29 @@
 """`python kernels/gpu_check.py OUT.json`: what only a real GPU can say, in minutes.
 
 Needs the repository and an installed JAX for CUDA with Triton and jax-triton; nothing
-else, and no network. Three stages, most important first:
+else, and no network. jax-triton may also be a wheel that is not installed: `--wheel`.
+Four stages, each with a time of its own, so that headlines are there in five minutes:
 
-    a  every GPU implementation of every op against `reference`: numbers, base rows bit
-       for bit
+    a  every GPU implementation of every op against `reference`, values and gradients,
+       on few sites
     b  headline points, Llama-3-8B sites in bfloat16, and the write of one adapter
-    c  the grid of the benchmark's suites, while time remains
+    c  the same as a on more sites, in every dtype
+    d  the headline points with every implementation, then the benchmark's suites
 
 The JSON is written anew after every point, so a run that is cut off keeps what it has.
+What fails is told and the rest goes on; the exit code is 1 if anything failed, or if on
+a GPU every Triton kernel was refused.
 """
 
 import argparse
 import dataclasses
-import itertools
+import functools
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -26,141 +31,70 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lora_kernels import (
-    Routing,
-    grouped_dot,
-    lora_delta,
-    lora_experts,
-    make_routing,
-)
-from lora_kernels.grouped_dot.api import IMPLEMENTATIONS as GROUPED
+import gpu_numbers
 from lora_kernels.lora_delta import bench, bench_report, cost
-from lora_kernels.lora_delta.api import IMPLEMENTATIONS
-from lora_kernels.lora_delta.specs import Arrays, Spec, arrays_of, site_specs, suites
+from lora_kernels.lora_delta.specs import Spec, site_specs
+from lora_kernels.lora_delta.suites import suites
 
-COMPARED = tuple(name for name in IMPLEMENTATIONS if name != "reference")
+HEADLINE_TIMED = ("triton",)
+"""What stage b times beside the base projection: what runs by default."""
 
-TIMED = tuple(name for name in COMPARED if name != "xla_partitioned")
-"""That one is for slots on several cards; on one, `xla` does the same in less time."""
-
-TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2, "float16": 4e-3}
-"""Largest error by dtype, relative to the larger of 1 and the number itself."""
+TIMED = tuple(name for name in gpu_numbers.COMPARED if name != "xla_partitioned")
+"""What stage d times. `xla_partitioned` is for slots on several cards; on one, `xla`
+does the same in less time."""
 
 HEADLINES = (
     ("one-row", 1, "identical", (16,)),
     ("b32-one-adapter", 32, "identical", (16,)),
     ("b32-distinct", 32, "distinct", (16,)),
     ("b128-distinct", 128, "distinct", (16,)),
+    ("prefill-8192", 8192, "skewed", (16,)),
     ("b32-distinct-r64", 32, "distinct", (64,)),
     ("b32-mixed-ranks", 32, "distinct", (8, 16, 32, 64)),
     ("b32-half-base", 32, "half_base", (16,)),
     ("b32-base", 32, "all_base", (16,)),
     ("b256-zipf", 256, "zipf", (16,)),
     ("prefill-2048", 2048, "uniform", (16,)),
-    ("prefill-8192", 8192, "skewed", (16,)),
     ("prefill-8192-r64", 8192, "skewed", (64,)),
 )
-"""Name, rows, distribution and ranks of the points of stage b."""
+"""Name, rows, distribution and ranks of the points of stage b, the first ones first."""
 
 PREFILL_SLOTS, MOST_SLOTS = 8, 128
 
+SECONDS = {"a": 60.0, "b": 200.0, "c": 120.0, "d": float("inf")}
+"""Of each stage, at most. A point that has begun is finished."""
 
-CHOSEN = 3
-"""Experts of a token in stage a; it divides the rows of every spec there."""
-
-Run = Callable[[Spec, Arrays, str], np.ndarray]
-
-
-def correctness_specs() -> Iterator[Spec]:
-    """Small sites: unaligned, parts absent, one rank block and several."""
-    shapes = [(96, (64, 32, 8)), (577, (577, 190)), (4096, (4096, 1024, 1024))]
-    for dtype in TOLERANCE:
-        for d_in, widths in shapes if dtype == "bfloat16" else shapes[1:2]:
-            for tokens, ranks in [(33, (16, 0, 7)), (300, (8, 64, 0, 33))]:
-                yield Spec(
-                    name=f"check/{dtype}-{d_in}-t{tokens}-r{max(ranks)}",
-                    tokens=tokens,
-                    slots=5,
-                    d_in=d_in,
-                    part_widths=widths,
-                    ranks=ranks,
-                    distribution="half_base",
-                    dtype=dtype,
-                )
+POINT_SECONDS = 2.0
+"""For the timed calls of one spec."""
 
 
-def check(spec: Spec, name: str, run: Run) -> dict[str, object]:
-    """Returns the largest error of an implementation, or why it refused."""
-    arrays = arrays_of(spec)
-    entry: dict[str, object] = {"spec": spec.name, "implementation": name}
-    try:
-        got, want = run(spec, arrays, name), run(spec, arrays, "reference")
-    except NotImplementedError as refusal:
-        return entry | {"refusal": str(refusal)}
-    wide = want.astype(np.float64)
-    error = np.abs(got.astype(np.float64) - wide) / np.maximum(np.abs(wide), 1)
-    base = arrays.slot < 0
-    exact = np.array_equal(got[base], want[base])
-    largest = float(np.nan_to_num(error, nan=np.inf).max(initial=0))
-    passed = exact and largest <= TOLERANCE[spec.dtype]
-    return entry | {"error": largest, "base_exact": exact, "passed": passed}
+class Plan(NamedTuple):
+    """What the stages run, and the numbers of the adapter that is written."""
+
+    quick: Sequence[Spec]
+    headlines: Sequence[Spec]
+    long: Sequence[Spec]
+    grid: Sequence[Spec]
+    adapter_numbers: int
 
 
-def delta(spec: Spec, arrays: Arrays, implementation: str) -> np.ndarray:
-    """Runs `lora_delta` on a workload."""
-    out = lora_delta(
-        *(jnp.asarray(array) for array in arrays[:4]),
-        scale=jnp.asarray(arrays.scale),
-        rank=jnp.asarray(arrays.rank),
-        routing=routing_of(arrays),
-        part_widths=spec.part_widths,
-        implementation=implementation,
-    )
-    return np.asarray(out)
-
-
-def experts(spec: Spec, arrays: Arrays, implementation: str) -> np.ndarray:
-    """Runs `lora_experts`: rows in turn share one of x, slots are experts of one."""
-    x, y, *bank = (jnp.asarray(array) for array in arrays[:6])
-    a, b, scale, rank = (array[None] for array in bank)
-    out = lora_experts(
-        x[: spec.tokens // CHOSEN],
-        y,
-        a,
-        b,
-        scale=scale,
-        rank=rank,
-        routing=routing_of(arrays),
-        part_widths=spec.part_widths,
-        implementation=implementation,
-    )
-    return np.asarray(out)
-
-
-def grouped(spec: Spec, arrays: Arrays, implementation: str) -> np.ndarray:
-    """Runs `grouped_dot`: A as kernels, rows in turn share one of x."""
-    x, kernel = jnp.asarray(arrays.x), jnp.asarray(arrays.a[:, 0])
-    return np.asarray(
-        grouped_dot(
-            x[: spec.tokens // CHOSEN],
-            kernel.swapaxes(1, 2),
-            routing_of(arrays),
-            implementation=implementation,
-        )
+def full_plan() -> Plan:
+    """Returns what a card is asked."""
+    headlines = tuple(headline_specs())
+    return Plan(
+        quick=tuple(gpu_numbers.quick_specs()),
+        headlines=headlines,
+        long=tuple(gpu_numbers.long_specs()),
+        grid=(*headlines, *(spec for suite in suites().values() for spec in suite)),
+        adapter_numbers=83_886_080 // 2,  # r=16 at every linear of Llama-3-8B
     )
 
 
-RUNS = (
-    *itertools.product((delta, experts), COMPARED),
-    *((grouped, name) for name in GROUPED if name != "reference"),
-)
-"""What stage a runs: an op and an implementation of it."""
-
-
-def routing_of(arrays: Arrays) -> Routing:
-    """Returns the routing of a workload's rows."""
-    slots, weight = arrays.a.shape[0], jnp.asarray(arrays.weight)
-    return make_routing(jnp.asarray(arrays.slot), slots, weight=weight)
+def tiny_plan() -> Plan:
+    """Returns the least that runs every stage, to try the script on any machine."""
+    (spec,) = tiny = tuple(gpu_numbers.tiny_specs())
+    timed = (dataclasses.replace(spec, name="tiny"),)
+    return Plan(tiny, timed, tiny, timed, adapter_numbers=1024)
 
 
 def headline_specs() -> Iterator[Spec]:
@@ -177,9 +111,9 @@ def headline_specs() -> Iterator[Spec]:
         yield from site_specs("llama-3-8b", workload)
 
 
-def swap_seconds() -> dict[str, float]:
-    """Seconds to put one r=16 adapter of Llama-3-8B into a slot, in its two steps."""
-    numbers, slots = 83_886_080 // 2, 32
+def swap_seconds(numbers: int) -> dict[str, object]:
+    """Seconds to put one adapter of so many numbers into a slot, in its two steps."""
+    slots = 32
     host = np.ones(numbers, jnp.bfloat16)
     write = jax.jit(
         lambda bank, slot, one: jax.lax.dynamic_update_index_in_dim(bank, one, slot, 0),
@@ -205,60 +139,163 @@ class Record:
         self.content: dict = {"environment": bench_report.environment()}
 
     def add(self, key: str, entries: Sequence[dict]) -> None:
-        """Appends entries and writes the file."""
+        """Appends entries, and writes the file."""
         self.content.setdefault(key, []).extend(entries)
+        self.write()
+
+    def write(self) -> None:
+        """Writes the file."""
+        self.content["faults"] = self.faults()
+        self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.write_text(json.dumps(self.content, indent=1) + "\n")
 
-    @property
-    def failed(self) -> bool:
-        """Whether a number was wrong."""
-        checks = self.content.get("checks", [])
-        return any(entry.get("passed") is False for entry in checks)
+    def faults(self) -> list[str]:
+        """Returns one line for each wrong number and each failure."""
+        kinds = ("checks", "swap", "points", "stages")
+        entries = [entry for kind in kinds for entry in self.content.get(kind, [])]
+        return [
+            " ".join(
+                str(entry[k]) for k in ("op", "spec", "implementation") if k in entry
+            )
+            + f": {entry.get('failure') or entry.get('errors')}"
+            for entry in entries
+            if entry.get("failure") or entry.get("passed") is False
+        ] + self._refused_triton()
+
+    def _refused_triton(self) -> list[str]:
+        """Returns a line if this is a GPU and no Triton kernel has run on it."""
+        entries = self.content.get("checks", []) + self.content.get("points", [])
+        triton = [e for e in entries if e["implementation"].startswith("triton")]
+        on_gpu = self.content["environment"]["platform"] == "gpu"
+        if on_gpu and triton and all(entry.get("refusal") for entry in triton):
+            return [f"every Triton kernel was refused: {triton[0]['refusal']}"]
+        return []
 
 
-def check_all(record: Record) -> None:
-    """Stage a."""
-    for spec in correctness_specs():
-        for run, name in RUNS:
-            entry = {"op": run.__name__} | check(spec, name, run)
-            print(entry, flush=True)
-            record.add("checks", [entry])
+class Clock:
+    """How long a stage may go on."""
+
+    def __init__(self, seconds: float, end: float):
+        self.start = time.monotonic()
+        self.stop = min(self.start + seconds, end)
+
+    def within(self, items: Iterable) -> Iterator:
+        """Yields items until the time is over."""
+        for item in items:
+            if time.monotonic() >= self.stop:
+                return
+            yield item
+
+
+def check_all(record: Record, clock: Clock, specs: Sequence[Spec]) -> None:
+    """Stages a and c."""
+    pairs = [(spec, *run) for spec in specs for run in gpu_numbers.RUNS]
+    for spec, run, name in clock.within(pairs):
+        entry = gpu_numbers.check(spec, name, run)
+        print(entry, flush=True)
+        record.add("checks", [entry])
 
 
 def measure_all(
-    record: Record, specs: Sequence[Spec], *, rounds: int, stop: float
+    record: Record,
+    clock: Clock,
+    specs: Sequence[Spec],
+    names: Sequence[str],
+    rounds: int,
 ) -> None:
-    """Measures specs until the clock says `stop`."""
-    peaks = {d: cost.measured_peaks(d) for d in sorted({spec.dtype for spec in specs})}
-    record.add("peaks", [{"dtype": d} | peaks[d]._asdict() for d in peaks])
+    """Times specs; the shares of the roofline are by the best peaks so far."""
+    peaks = {dtype: _peaks(record, dtype) for dtype in {spec.dtype for spec in specs}}
     print(bench_report.header())
-    for spec in specs:
-        if time.monotonic() < stop:
-            found = bench.measure(spec, TIMED, rounds=rounds, peaks=peaks[spec.dtype])
-            print(bench_report.rows(found), flush=True)
-            record.add("points", [dataclasses.asdict(point) for point in found])
+    for spec in clock.within(specs):
+        found = bench.measure(
+            spec,
+            names,
+            rounds=rounds,
+            seconds=POINT_SECONDS,
+            peaks=peaks[spec.dtype],
+        )
+        print(bench_report.rows(found), flush=True)
+        record.add("points", [dataclasses.asdict(point) for point in found])
+    peaks = {d: cost.best_of(peaks[d], _peaks(record, d)) for d in peaks}
+    points = [bench.Point(**point) for point in record.content.get("points", [])]
+    known = [point for point in points if point.dtype in peaks]
+    print(bench_report.closing(bench.rated(known, peaks), peaks), flush=True)
+
+
+def _peaks(record: Record, dtype: str) -> cost.Peaks:
+    """Returns the peaks of now, or of earlier where those were higher."""
+    earlier = [
+        cost.Peaks(entry["bytes_per_s"], entry["flops_per_s"])
+        for entry in record.content.get("peaks", [])
+        if entry.get("dtype") == dtype and "bytes_per_s" in entry
+    ]
+    now = cost.measured_peaks(dtype)
+    record.add("peaks", [{"dtype": dtype} | now._asdict()])
+    return cost.best_of(now, *earlier)
+
+
+def guarded(record: Record, key: str, action: Callable[[], dict[str, object]]) -> None:
+    """Adds what an action returns, or its failure."""
+    try:
+        entry = action()
+    except Exception as error:
+        entry = {"op": key, "failure": bench_report.failure_text(error)}
+    record.add(key, [entry])
+
+
+def _run_stage(
+    name: str, stage: Callable[[Clock], None], clock: Clock
+) -> dict[str, object]:
+    stage(clock)
+    return {"stage": name, "seconds": time.monotonic() - clock.start}
+
+
+def use_wheel(path: Path) -> None:
+    """Makes the packages of a pure Python wheel importable, before installed ones.
+
+    Raises:
+      ValueError: if there is no such file, or it is no pure Python wheel.
+    """
+    if not path.is_file() or not path.name.endswith("-none-any.whl"):
+        raise ValueError(f"--wheel {path}: expected the file of a pure Python wheel")
+    sys.path.insert(0, str(path.resolve()))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the stages; returns 1 if a number is wrong."""
+    """Runs the stages; returns 1 if anything failed."""
     parser = argparse.ArgumentParser(description="What only a real GPU can say.")
     parser.add_argument("out", type=Path, help="JSON file")
-    parser.add_argument("--seconds", type=float, default=540, help="for all stages")
-    parser.add_argument("--rounds", type=int, default=50, help="timed rounds a point")
-    parser.add_argument("--stages", default="abc")
+    parser.add_argument("--seconds", type=float, default=540.0, help="for all stages")
+    parser.add_argument("--rounds", type=int, default=50, help="timed calls a point")
+    parser.add_argument("--stages", default="abcd")
+    parser.add_argument("--wheel", type=Path, action="append", default=[])
+    parser.add_argument("--tiny", action="store_true", help="try the script itself")
     options = parser.parse_args(arguments)
-    stop = time.monotonic() + options.seconds
+    for wheel in options.wheel:
+        use_wheel(wheel)
+    end = time.monotonic() + options.seconds
     record = Record(options.out)
-    if "a" in options.stages:
-        check_all(record)
-    if "b" in options.stages:
-        record.add("swap", [swap_seconds()])
-        headlines = list(headline_specs())
-        measure_all(record, headlines, rounds=options.rounds, stop=stop)
-    if "c" in options.stages:
-        grid = [spec for suite in suites().values() for spec in suite]
-        measure_all(record, grid, rounds=options.rounds, stop=stop)
-    return int(record.failed)
+    record.write()
+    plan = tiny_plan() if options.tiny else full_plan()
+    rounds = options.rounds
+
+    def headlines(clock: Clock) -> None:
+        guarded(record, "swap", lambda: swap_seconds(plan.adapter_numbers))
+        measure_all(record, clock, plan.headlines, HEADLINE_TIMED, rounds)
+
+    stages: dict[str, Callable[[Clock], None]] = {
+        "a": lambda clock: check_all(record, clock, plan.quick),
+        "b": headlines,
+        "c": lambda clock: check_all(record, clock, plan.long),
+        "d": lambda clock: measure_all(record, clock, plan.grid, TIMED, rounds),
+    }
+    for name, stage in stages.items():
+        if name in options.stages:
+            clock = Clock(SECONDS[name], end)
+            guarded(record, "stages", functools.partial(_run_stage, name, stage, clock))
+    faults = record.faults()
+    print(*faults, sep="\n")
+    return int(bool(faults))
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ The environment is set before JAX is imported, and only where nothing is set, so
 `JAX_PLATFORMS=cuda pytest -m gpu` runs on a GPU.
 """
 
+import itertools
 import os
 import re
 from pathlib import Path
@@ -17,6 +18,7 @@ import hypothesis
 import jax
 import pytest
 
+from gpu_report import report_lines
 from slow_cases import SLOW_CASES
 
 TESTS = Path(__file__).parent
@@ -35,3 +37,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         name = item.path.relative_to(TESTS).as_posix()
         if any(re.search(pattern, item.name) for pattern in SLOW_CASES.get(name, ())):
             item.add_marker("slow")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Prints what tests of compiled GPU programs have recorded."""
+    reports = itertools.chain.from_iterable(terminalreporter.stats.values())
+    lines = report_lines(
+        tuple(recorded)
+        for report in reports
+        if isinstance(report, pytest.TestReport)
+        for recorded in report.user_properties
+    )
+    if lines:
+        terminalreporter.section("compiled for GPUs")
+        terminalreporter.write_line("\n".join(lines))

@@ -2,13 +2,15 @@
 
 import dataclasses
 import itertools
+import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lora_kernels import make_routing
+from lora_kernels import Routing, make_routing
 from lora_kernels.lora_delta.specs import DISTRIBUTIONS, Arrays, Spec
+from lora_kernels.routing import LEAVES
 
 TOLERANCE = {
     "float32": {"atol": 3e-5, "rtol": 0.0},
@@ -20,10 +22,26 @@ TOLERANCE = {
 RANKS = (1, 2, 3, 7, 8, 12, 16, 24, 33, 48, 64, 96, 100, 128, 160, 256, 320, 512)
 MIXED_RANKS = ((8, 0, 16, 3), (1, 2, 3, 7, 8, 12, 24, 33), (4, 256, 4), (0, 64, 512, 1))
 WIDTHS = (32, 96, 100, 576, 1536, 2049, 4096, 14336)
-TOKENS = (1, 2, 7, 16, 64, 257, 2048)
+TOKENS = (0, 1, 2, 7, 16, 64, 257, 2048)
 SLOTS = (1, 2, 8, 33)
 PARTS = (1, 2, 3, 4)
 DTYPES = ("float32", "bfloat16", "float16")
+FACTORS = {
+    "ranks": [(rank,) for rank in RANKS] + list(MIXED_RANKS),
+    "d_in": WIDTHS,
+    "d_out": WIDTHS,
+    "tokens": TOKENS,
+    "slots": SLOTS,
+    "parts": PARTS,
+    "distribution": DISTRIBUTIONS,
+    "shuffled": (True, False),
+    "dtype": DTYPES,
+}
+"""What a case is made of -> its values."""
+
+IDLE = {"tokens": 0, "distribution": "all_base"}
+"""Values with which no row is adapted: a case covers nothing but its first of them."""
+
 LARGEST = {False: 3e6, True: 3e7}
 """Most elements of any one array in a case: of the few cases, of all pairs."""
 
@@ -89,40 +107,52 @@ def call_arguments(
     return positional, keywords
 
 
+def with_fields(routing: Routing, **fields: jax.Array) -> Routing:
+    """Returns a routing with other arrays, past the type check of its fields."""
+    leaves, tree = jax.tree.flatten(routing)
+    named = dict(zip(LEAVES, leaves, strict=True)) | fields
+    return jax.tree.unflatten(tree, list(named.values()))
+
+
 def part_widths(d_out: int, parts: int) -> tuple[int, ...]:
     """Cuts an output into parts of unequal widths."""
     cuts = [d_out * k * (k + 1) // (parts * (parts + 1)) for k in range(parts + 1)]
     return tuple(np.diff(cuts).tolist())
 
 
-def covering_cases(*, pairs: bool, seed: int = 0) -> list[Spec]:
+def covering_cases(
+    *,
+    pairs: bool = False,
+    limit: float = math.inf,
+    tokens: tuple[int, ...] = TOKENS,
+    seed: int = 0,
+) -> list[Spec]:
     """Returns cases in which every value of every factor occurs, or every pair of them.
 
     Greedy: of 40 random rows, take the one that covers most of what is uncovered.
+
+    Args:
+      limit: most `multiplications` of a case. A large value comes with small ones.
+      tokens: numbers of tokens that occur.
     """
-    factors = {
-        "ranks": [(rank,) for rank in RANKS] + list(MIXED_RANKS),
-        "d_in": list(WIDTHS),
-        "d_out": list(WIDTHS),
-        "tokens": list(TOKENS),
-        "slots": list(SLOTS),
-        "parts": list(PARTS),
-        "distribution": list(DISTRIBUTIONS),
-        "shuffled": [True, False],
-        "dtype": list(DTYPES),
-    }
+    factors = FACTORS | {"tokens": tokens}
     rng = np.random.default_rng(seed)
     size = 2 if pairs else 1
     names = list(factors)
 
     def covered_by(row: tuple[int, ...]) -> set[tuple[tuple[str, int], ...]]:
-        return set(itertools.combinations(zip(names, row, strict=True), size))
+        items = list(zip(names, row, strict=True))
+        idle = [(n, i) for n, i in items if factors[n][i] == IDLE.get(n)]
+        chosen = set(itertools.combinations(items, size))
+        return {some for some in chosen if idle[0] in some} if idle else chosen
 
     lengths = [len(values) for values in factors.values()]
     pool = []
     for row in rng.integers(lengths, size=(6000, len(lengths))).tolist():
         case = {n: factors[n][i] for n, i in zip(names, row, strict=True)}
-        if _largest_array(case) <= LARGEST[pairs]:
+        fits = _largest_array(case) <= LARGEST[pairs]
+        fits = fits and len(case["ranks"]) <= case["slots"] * case["parts"]
+        if fits and multiplications(_spec(case)) <= limit:
             pool.append((case, covered_by(tuple(row))))
     # What no case of the pool holds (huge arrays) is not waited for.
     missing = set().union(*(covered for _, covered in pool))
@@ -134,6 +164,21 @@ def covering_cases(*, pairs: bool, seed: int = 0) -> list[Spec]:
         missing -= covered
         cases.append(_spec(case))
     return cases
+
+
+def multiplications(spec: Spec) -> int:
+    """Returns how many a case takes if every row meets the whole rank axis.
+
+    As many numbers are in copies of each row's own A and B.
+    """
+    columns = spec.d_in * len(spec.part_widths) + sum(spec.part_widths)
+    return spec.tokens * spec.rank_axis * columns
+
+
+def values_of(spec: Spec) -> dict[str, object]:
+    """Returns the value of each factor of a case."""
+    made = {"d_out": sum(spec.part_widths), "parts": len(spec.part_widths)}
+    return {name: made.get(name, getattr(spec, name, None)) for name in FACTORS}
 
 
 def _largest_array(case: dict) -> float:

@@ -1,6 +1,7 @@
 """Cases of `grouped_dot` as data, and the answers in float64, group by group."""
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -148,19 +149,45 @@ FACTORS = {
 }
 
 
-def covering_cases(count: int = 24, *, seed: int = 0) -> list[Case]:
-    """Returns cases in which every value of every factor occurs."""
+def covering_cases(
+    count: int = 24, *, limit: float = math.inf, seed: int = 0
+) -> list[Case]:
+    """Returns cases in which every value of every factor occurs, several times if many.
+
+    Greedy: of 40 random cases, take the one that covers most of what is uncovered.
+
+    Args:
+      limit: most `multiplications` of a case. A large value comes with small ones.
+    """
     rng = np.random.default_rng(seed)
-    columns = {
-        name: rng.permutation(np.resize(np.arange(len(values)), count))
-        for name, values in FACTORS.items()
-    }
-    return [
-        Case(
-            **{name: FACTORS[name][int(column[k])] for name, column in columns.items()}
-        )
-        for k in range(count)
-    ]
+    lengths = [len(values) for values in FACTORS.values()]
+    pool = []
+    for row in rng.integers(lengths, size=(2000, len(lengths))).tolist():
+        pairs = zip(FACTORS.items(), row, strict=True)
+        case = Case(**{name: values[i] for (name, values), i in pairs})
+        if multiplications(case) <= limit:
+            pool.append((case, _covered_by(case)))
+    cases, missing = [], set()
+    for _ in range(count):
+        missing = missing or set().union(*(covered for _, covered in pool))
+        candidates = [pool[k] for k in rng.integers(len(pool), size=40)]
+        candidates.append(next(row for row in pool if row[1] & missing))
+        case, covered = max(candidates, key=lambda row: len(row[1] & missing))
+        missing = missing - covered
+        cases.append(case)
+    return cases
+
+
+def multiplications(case: Case) -> int:
+    """Returns how many a case takes if all its pairs are local."""
+    return case.rows * case.per_row * case.d_in * case.d_out
+
+
+def _covered_by(case: Case) -> set[tuple[str, object]]:
+    # Where no pair has a kernel, no other value is put to a test.
+    if case.spread == "all_remote":
+        return {("spread", case.spread)}
+    return {(name, getattr(case, name)) for name in FACTORS}
 
 
 def small(**changes: object) -> Case:

@@ -1,16 +1,20 @@
 """Compiles every kernel that can be chosen for GPUs that need not be there.
 
-Nothing runs: what is asserted is what the compilers report. A table is printed at the
-end (`-s` shows it while the tests run).
+Nothing runs: what is asserted is what the compilers report. A run prints at its end a
+table of the kernels, and what whole programs launch.
 """
+
+import re
+from collections import Counter
 
 import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from gpu_cases import DECODE, PREFILL, Case
-from gpu_checks import check_kernels, copies_of, print_table
+from gpu_cases import DECODE, DECODE_MIXED, PREFILL, PREFILL_MIXED, Case
+from gpu_checks import check_kernels, check_mosaic_kernels, copies_of
+from gpu_report import LINE
 from lora_jax import bank as banks
 from lora_jax.bank import empty_bank
 from lora_jax.config import LoRAConfig
@@ -20,21 +24,13 @@ from lora_jax.models import CausalLM, config_from_dict, empty_cache
 from lora_jax.routing import routing_from_slots
 from lora_jax.staging import buffer_shapes
 from lora_kernels import make_routing
-from lora_kernels.gpu_targets.compile_only import compile_for, compile_with_thunks
+from lora_kernels.gpu_targets.compile_only import compile_with_thunks
 from lora_kernels.lora_delta import api, lora_delta
 
 pytestmark = pytest.mark.gpu_compile
 
-# H100 and H200 differ in nothing that a kernel is compiled for.
 TARGETS = ("a100", "h200")
-"""An H100 is an H200 with other memory: the same tiles, the same code."""
-
-
-@pytest.fixture(scope="module")
-def table():
-    rows = []
-    yield rows
-    print_table(rows)
+"""An H100 is an H200 with other memory: the same tiles, the same code (test_tiles)."""
 
 
 def call(case: Case, implementation: str = "triton"):
@@ -57,21 +53,24 @@ def call(case: Case, implementation: str = "triton"):
 
 
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("case", DECODE, ids=lambda case: case.name)
-def test_every_decode_choice_compiles(target, case, table):
-    assert check_kernels(target, case, call(case), table) == ["decode_kernel"]
+@pytest.mark.parametrize("implementation", ["triton", "triton_invariant"])
+@pytest.mark.parametrize("case", DECODE + DECODE_MIXED, ids=lambda case: case.name)
+def test_every_decode_choice_compiles(target, case, implementation, record_property):
+    function = call(case, implementation)
+    names = check_kernels(target, case, function, record_property)
+    assert names == ["decode_kernel"]
 
 
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("case", PREFILL, ids=lambda case: case.name)
-def test_every_prefill_choice_compiles(target, case, table):
-    names = check_kernels(target, case, call(case), table)
+@pytest.mark.parametrize("case", PREFILL + PREFILL_MIXED, ids=lambda case: case.name)
+def test_every_prefill_choice_compiles(target, case, record_property):
+    names = check_kernels(target, case, call(case), record_property)
     assert names == ["expand_kernel", "shrink_kernel"]
 
 
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("case", PREFILL, ids=lambda case: case.name)
-def test_every_gradient_compiles(target, case, table):
+@pytest.mark.parametrize("case", PREFILL + PREFILL_MIXED, ids=lambda case: case.name)
+def test_every_gradient_compiles(target, case, record_property):
     # Imported here: Triton is there only where these tests run, pytest collects all.
     from lora_kernels.lora_delta.triton_backward import lora_delta_backward
 
@@ -83,17 +82,18 @@ def test_every_gradient_compiles(target, case, table):
             x, y, a, b, **rest, routing=routing, part_widths=case.part_widths
         )
 
-    names = check_kernels(target, case, gradients, table)
+    names = check_kernels(target, case, gradients, record_property)
     assert set(names) == {"expand_kernel", "grouped_kernel", "shrink_kernel"}
 
 
 @pytest.mark.parametrize("max_rank", [16, 80])
 @pytest.mark.parametrize("tokens", [32, 600], ids=["decode", "prefill"])
 @pytest.mark.parametrize("widths", [(4096, 1024, 1024), (64,)], ids=str)
-def test_mosaic_gpu_compiles(tokens, max_rank, widths):
-    case = Case("", tokens, max_rank, 4096, widths, "bfloat16")
-    compiled = compile_for("h200", call(case, "mosaic_gpu"), case.arguments)
-    assert compiled.as_text().count("mosaic_gpu") >= 2
+def test_mosaic_gpu_compiles(tokens, max_rank, widths, record_property):
+    name = f"{tokens}-{max_rank}-{len(widths)}"
+    case = Case(name, tokens, max_rank, 4096, widths, "bfloat16")
+    function = call(case, "mosaic_gpu")
+    assert check_mosaic_kernels("h200", case, function, record_property) == 2
 
 
 def test_a_decode_site_is_one_launch_without_temporaries():
@@ -141,44 +141,88 @@ PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj"]
 
 
 @pytest.fixture(scope="module")
-def llama():
-    """The model's graph, and its weights and bank as shapes."""
-    config = config_from_dict(LLAMA_3_8B, origin="test")
-    model = nnx.eval_shape(
+def config():
+    return config_from_dict(LLAMA_3_8B, origin="test")
+
+
+def model_of(config):
+    return nnx.eval_shape(
         lambda: CausalLM(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
     )
+
+
+@pytest.fixture(scope="module")
+def llama(config):
+    """The model's graph, and its weights and bank as shapes."""
+    model = model_of(config)
     targets = [*PROJECTIONS, "down_proj"]
     sites = wrap(
         model, LoRAConfig(max_lora_rank=16, max_loras=SLOTS, target_modules=targets)
     )
     bank = jax.eval_shape(lambda: empty_bank(sites, SLOTS, jnp.dtype("bfloat16")))
-    return config, *split(model), bank
+    return *split(model), bank
 
 
-def test_lora_adds_at_most_128_launches_to_a_decode_step(llama, monkeypatch):
-    config, graphdef, weights, bank = llama
-    # The order of a GPU, for the CPU that traces.
-    monkeypatch.setattr(api, "DEFAULT_ORDER", {"cpu": api.DEFAULT_ORDER["gpu"]})
+def compiled_step(config, model_with, *arguments):
+    """A decode step of `model_with(*arguments, slots)`, compiled, and its launches."""
 
-    def step(weights, bank, cache, tokens, positions, slots):
-        routing = routing_from_slots(slots, SLOTS)
-        model = merge(graphdef, weights, bank, routing)
+    def step(cache, tokens, positions, slots, *arguments):
+        model = model_with(*arguments, slots)
         hidden, cache = model.decode(tokens, positions, cache)
         return model.logits(hidden), cache
 
     cache = jax.eval_shape(lambda: empty_cache(config, ROWS, 1024, jnp.bfloat16))
     rows = jax.ShapeDtypeStruct((ROWS,), jnp.int32)
-    compiled, thunks = compile_with_thunks(
-        "h200", step, weights, bank, cache, rows, rows, rows, donate=(2,)
+    return compile_with_thunks(
+        "h200", step, cache, rows, rows, rows, *arguments, donate=(0,)
+    )
+
+
+def kinds_of(thunks):
+    """How many launches have each name of XLA's, numbers cut off."""
+    return Counter(re.sub(r"[\d_.]*$", "", thunk.name) for thunk in thunks)
+
+
+ADDED = {"routing": 9, "layers": 111}
+"""Launches of XLA's that a decode step has because of LoRA.
+
+Routing is computed once a step: a sort, and what makes the work list of it. In each
+layer a custom call reads and writes arrays, where XLA has fused what is before and
+after it: the sums of products cut along their long axis (3 a layer) are no longer part
+of the launch that reads them, the normed inputs (2) no longer of the product that
+reads them, and 1 to 2 residual additions are now part of another launch. None of it is
+computed twice, and none is a launch of ours.
+"""
+
+
+def test_lora_adds_at_most_128_launches_to_a_decode_step(
+    config, llama, monkeypatch, record_property
+):
+    graphdef, weights, bank = llama
+    # The order of a GPU, for the CPU that traces.
+    monkeypatch.setattr(api, "DEFAULT_ORDER", {"cpu": api.DEFAULT_ORDER["gpu"]})
+
+    def adapted(weights, bank, slots):
+        return merge(graphdef, weights, bank, routing_from_slots(slots, SLOTS))
+
+    compiled, thunks = compiled_step(config, adapted, weights, bank)
+    base_graph, base_weights = nnx.split(model_of(config))
+    _, base = compiled_step(
+        config, lambda weights, _: nnx.merge(base_graph, weights), base_weights
     )
     ours = [thunk for thunk in thunks if thunk.kind == "kCustomCall"]
-    print(f"\ndecode step: {len(thunks)} launches, {len(ours)} of LoRA")
+    added = kinds_of(thunks)
+    added.subtract(kinds_of(base))
+    difference = ", ".join(f"{name} {n:+}" for name, n in added.items() if n)
+    record_property(LINE, f"decode step of LoRA: {len(ours)} launches of {len(thunks)}")
+    record_property(LINE, f"decode step without: {len(base)} launches; {difference}")
     assert len(ours) == 4 * LAYERS
+    assert len(thunks) - len(base) - len(ours) == sum(ADDED.values())
     assert all(thunk.captured for thunk in thunks)
     assert not copies_of(bank, compiled.as_text())
 
 
-def test_a_slot_is_written_in_place(llama):
+def test_a_slot_is_written_in_place(llama, record_property):
     *_, bank = llama
     staged = {
         name: jax.ShapeDtypeStruct(shape, name)
@@ -189,7 +233,9 @@ def test_a_slot_is_written_in_place(llama):
         "h200", banks._write_slot, bank, slot, staged, donate=(0,)
     )
     memory = compiled.memory_analysis()
-    print(f"\nslot write: {len(thunks)} launches")
+    temp = memory.temp_size_in_bytes
+    record_property(LINE, f"slot write: {len(thunks)} launches, {temp} bytes of temp")
     pointers = 8 * (len(jax.tree.leaves(bank)) + 1)
     assert memory.output_size_in_bytes - memory.alias_size_in_bytes <= pointers
+    assert temp == 0
     assert not copies_of(bank, compiled.as_text())

@@ -10,7 +10,7 @@ SGLang's csgmv chunk list, https://github.com/sgl-project/sglang.
 """
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import jax
@@ -64,7 +64,7 @@ class Routing:
     @property
     def num_slots(self) -> int:
         """Number of slots of the bank (static)."""
-        return self.starts.shape[0] - 2
+        return self.starts.size - 2
 
     @property
     def counts(self) -> Int[Array, " slots"]:
@@ -122,7 +122,8 @@ def make_routing(
       weight: strength of the adapter on each token; None means 1.
       block: most rows in one work item, at least 1 (static).
     Raises:
-      ValueError: if `num_slots` or `block` is not positive.
+      ValueError: if `num_slots` or `block` is not positive, `slot` no list of integers,
+        or `weight` not one float for each token.
 
     Example:
       >>> import jax.numpy as jnp
@@ -130,14 +131,19 @@ def make_routing(
       >>> routing.order.tolist(), routing.starts.tolist()
       ([2, 5, 0, 1, 6, 3, 4], [0, 2, 5, 5, 7, 7])
     """
+    found = []
     if num_slots < 1 or block < 1:
-        raise ValueError(
-            f"make_routing: num_slots={num_slots} and block={block} must be positive."
-        )
+        found.append(f"num_slots={num_slots} and block={block} must be positive")
+    if slot.ndim != 1 or not jnp.issubdtype(slot.dtype, jnp.integer):
+        found.append(f"slot is {_described(slot)}, expected integers (tokens,)")
+    if weight is None:
+        weight = jnp.ones(slot.shape, jnp.float32)
+    if weight.shape != slot.shape or not jnp.issubdtype(weight.dtype, jnp.floating):
+        found.append(f"weight is {_described(weight)}, expected floats {slot.shape}")
+    if found:
+        raise ValueError(f"make_routing: {'; '.join(found)}.")
     tokens = slot.shape[0]
     slot = in_range_or_base(slot, num_slots)
-    if weight is None:
-        weight = jnp.ones((tokens,), jnp.float32)
     order = jnp.argsort(slot, stable=True).astype(jnp.int32)
     position = (
         jnp.zeros_like(order)
@@ -223,6 +229,45 @@ def work_list(
     start = jnp.where(used, first_row[owner] + tile_in_group * block, 0)
     stop = jnp.where(used, jnp.minimum(start + block, stop_row[owner]), 0)
     return jnp.where(used, owner, jnp.int32(BASE_SLOT)), start, stop, ends[-1]
+
+
+def routing_faults(routing: Routing) -> Iterator[str]:
+    """Yields what is wrong with the shapes and dtypes of a routing's fields.
+
+    One that `make_routing` returns has no faults; this is for one that was made or
+    changed by hand.
+    """
+    if routing.slot.ndim != 1 or routing.starts.ndim != 1 or routing.block < 1:
+        yield (
+            f"slot is {_described(routing.slot)}, starts {_described(routing.starts)} "
+            f"and block {routing.block}, expected int32 (tokens,), int32 (slots + 2,) "
+            "and at least 1"
+        )
+        return
+    tokens = routing.slot.shape
+    items = (max_work_items(tokens[0], routing.num_slots, routing.block),)
+    shapes = {
+        "slot": tokens,
+        "weight": tokens,
+        "order": tokens,
+        "position": tokens,
+        "starts": routing.starts.shape,
+        "work_slot": items,
+        "work_start": items,
+        "work_stop": items,
+        "work_count": (),
+    }
+    for name, shape in shapes.items():
+        field = getattr(routing, name)
+        floats = name == "weight"
+        kind = jnp.floating if floats else jnp.int32
+        if field.shape != shape or not jnp.issubdtype(field.dtype, kind):
+            wanted = f"{'floats' if floats else 'int32'} {shape}"
+            yield f"{name} is {_described(field)}, expected {wanted}"
+
+
+def _described(array: Array) -> str:
+    return f"{array.dtype} {array.shape}"
 
 
 def active_groups(

@@ -50,7 +50,10 @@ class Launch:
 
 
 def run(launch: Launch) -> tuple[jax.Array, ...]:
-    """Returns the outputs of a launch on the GPU that is being built for."""
+    """Returns the outputs of a launch on the GPU that is being built for.
+
+    Under `jax.vmap` it is one launch after another.
+    """
     arrays = (*launch.inputs, *launch.outputs)
     kernel, _ = triton_lib.get_or_create_triton_kernel(
         triton_lib.get_cuda_backend,
@@ -75,7 +78,10 @@ def run(launch: Launch) -> tuple[jax.Array, ...]:
     )
     name = launch.kernel.fn.__name__
     custom_call = jax.ffi.ffi_call(
-        CUSTOM_CALL, launch.outputs, input_output_aliases=launch.aliases
+        CUSTOM_CALL,
+        launch.outputs,
+        input_output_aliases=launch.aliases,
+        vmap_method="sequential",
     )
     opaque = zlib.compress(call.to_proto(name, b""))
     return tuple(custom_call(*launch.inputs, name=name, opaque=opaque))

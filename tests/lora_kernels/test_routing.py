@@ -1,5 +1,7 @@
 """make_routing: slot of each token -> order, starts and work list."""
 
+import inspect
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,9 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from delta_cases import with_fields
 from lora_kernels import Routing, make_routing
 from lora_kernels import routing as routings
-from lora_kernels.routing import active_groups, max_work_items, work_list
+from lora_kernels.routing import (
+    LEAVES,
+    active_groups,
+    max_work_items,
+    routing_faults,
+    work_list,
+)
 
 # Recorded from vLLM 0.32, four slots: tokens -> ids, counts, starts, order.
 VLLM_TABLES = [
@@ -191,3 +200,57 @@ def test_an_empty_batch_has_empty_routing():
 def test_sizes_must_be_positive(num_slots, block):
     with pytest.raises(ValueError, match="must be positive"):
         make_routing(jnp.array([0]), num_slots, block=block)
+
+
+# Of five tokens: what is changed -> what the error says.
+FAULTS = {
+    "short": ({"weight": jnp.ones(3)}, r"weight is float32 \(3,\), expected .*\(5,\)"),
+    "one": ({"weight": jnp.ones(1)}, r"weight is float32 \(1,\), expected .*\(5,\)"),
+    "integers": ({"weight": jnp.ones(5, int)}, r"weight is int32 \(5,\), expected fl"),
+    "slots": ({"slot": jnp.zeros(5)}, r"slot is float32 \(5,\), expected integers"),
+    "axes": ({"slot": jnp.zeros((5, 1), int)}, r"slot is int32 \(5, 1\), expected int"),
+    "all": (
+        {"weight": jnp.ones(3), "num_slots": 0, "slot": jnp.zeros(5)},
+        "num_slots=0.*slot is.*weight is",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_arguments_that_do_not_fit_are_named(fault):
+    # Past the run-time type check of tests, which names them too.
+    call = inspect.unwrap(make_routing)
+    change, text = FAULTS[fault]
+    arguments = {"slot": jnp.zeros(5, jnp.int32), "num_slots": 2} | change
+    with pytest.raises(ValueError, match=f"make_routing: .*{text}"):
+        call(**arguments)
+
+
+def test_a_routing_of_make_routing_has_no_faults():
+    for tokens, block in [(0, 16), (1, 1), (40, 4)]:
+        routing = make_routing(jnp.zeros(tokens, jnp.int32), 3, block=block)
+        assert list(routing_faults(routing)) == []
+        assert list(routing_faults(jax.eval_shape(lambda r=routing: r))) == []
+
+
+@pytest.mark.parametrize("name", LEAVES)
+def test_every_field_of_a_routing_made_by_hand_is_checked(name):
+    routing = make_routing(jnp.zeros(40, jnp.int32), 3)
+    field = getattr(routing, name)
+    (found,) = routing_faults(with_fields(routing, **{name: field.astype(bool)}))
+    assert found.startswith(f"{name} is bool {field.shape}, expected ")
+    (found,) = routing_faults(with_fields(routing, **{name: field[None]}))
+    assert f"{field.dtype} {(1, *field.shape)}" in found
+    if name not in ("slot", "starts", "work_count"):
+        (found,) = routing_faults(with_fields(routing, **{name: field[:1]}))
+        assert found.startswith(f"{name} is {field.dtype} (1,), expected ")
+
+
+def test_all_faults_of_a_routing_are_told_at_once():
+    routing = make_routing(jnp.zeros(40, jnp.int32), 3)
+    routing = with_fields(routing, weight=routing.weight[:1], order=routing.order[:7])
+    found = list(routing_faults(routing))
+    assert found == [
+        "weight is float32 (1,), expected floats (40,)",
+        "order is int32 (7,), expected int32 (40,)",
+    ]

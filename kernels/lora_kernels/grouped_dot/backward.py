@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
+from lora_kernels.floats import precision_of, wide_dtype
 from lora_kernels.grouped_dot import xla_forms
 from lora_kernels.grouped_dot.xla import batched_block, loop_block
 from lora_kernels.routing import Routing, max_work_items, work_list
@@ -66,7 +67,8 @@ def _kernel_gradient(
     """
     count = pairs.slot.shape[0]
     block = batched_block(count, kernel.shape[0])
-    dtype = xla_forms.wide_dtype(x, g, kernel)
+    dtype = wide_dtype(x, g, kernel)
+    precision = precision_of(x, g)
     items = max_work_items(count, kernel.shape[0], block)
     work = work_list(pairs.starts, items, block)
     x_rows = xla_forms.rows_in_order(x, pairs, block)
@@ -82,7 +84,8 @@ def _kernel_gradient(
             cut = jax.lax.dynamic_slice_in_dim(rows, start, block)
             return jnp.where(mine[:, None], cut, 0).astype(dtype)
 
-        return total.at[group].add(own(x_rows).T @ own(g_rows))
+        product = jnp.matmul(own(x_rows).T, own(g_rows), precision=precision)
+        return total.at[group].add(product)
 
     trips = items if unused_too else work[3]
     return jax.lax.fori_loop(0, trips, item, jnp.zeros(kernel.shape, dtype))

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from lora_kernels.routing import Routing
+from lora_kernels.routing import Routing, routing_faults
 
 ArrayLike = jax.Array | jax.ShapeDtypeStruct
 
@@ -20,7 +20,7 @@ def check_arguments(x: ArrayLike, kernel: ArrayLike, pairs: Routing) -> None:
             f"found {x.shape}, {kernel.shape}."
         )
     rows, d_in = x.shape
-    count = pairs.slot.shape[0]
+    count = pairs.slot.size
     found = []
     if kernel.shape[1] != d_in:
         found.append(f"kernel is {kernel.shape}, expected (groups, {d_in}, d_out)")
@@ -35,5 +35,6 @@ def check_arguments(x: ArrayLike, kernel: ArrayLike, pairs: Routing) -> None:
         found.append(f"x is {x.dtype}, expected a floating dtype")
     if not (jnp.issubdtype(kernel.dtype, jnp.floating) or kernel.dtype == jnp.int8):
         found.append(f"kernel is {kernel.dtype}, expected a floating dtype or int8")
+    found.extend(f"pairs.{fault}" for fault in routing_faults(pairs))
     if found:
         raise ValueError(f"grouped_dot: x {x.shape}: {'; '.join(found)}.")

@@ -13,12 +13,14 @@ dtype, in order of the pairs, and zeros where the group is -1. Rows of one produ
 independent, so no number of another group or another row reaches a pair.
 """
 
+import functools
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
+from lora_kernels.floats import as_bits, from_bits, precision_of, wide_dtype
 from lora_kernels.grouped_dot.shapes import Kernel
 from lora_kernels.routing import Routing, max_work_items, work_list
 
@@ -27,11 +29,6 @@ TILE_BYTES = 1 << 21
 
 GATHERED_BYTES = 256 << 20
 """Bytes of copied kernels that one step of `batched` may hold."""
-
-
-def wide_dtype(*arrays: Array) -> jnp.dtype:
-    """Returns the dtype to accumulate in: float32, or float64 if any array has it."""
-    return jnp.promote_types(jnp.float32, jnp.result_type(*arrays))
 
 
 def rows_in_order(
@@ -52,8 +49,9 @@ def loop(
     """Computes `x @ kernel` item by item, summing over tiles of the kernel's rows."""
     _, d_in, d_out = kernel.shape
     dtype = wide_dtype(x, kernel)
+    dot = functools.partial(_dot, precision=precision_of(x, kernel))
     tile = _tile_rows(kernel, dtype)
-    kernel = _as_bits(kernel)
+    bits = as_bits(kernel)
 
     def product(
         rows: Float[Array, "block d_in"], group: Int32[Array, ""]
@@ -62,8 +60,8 @@ def loop(
             first: Int32[Array, ""] | int, total: Float[Array, "block d_out"], size: int
         ) -> Float[Array, "block d_out"]:
             part = jax.lax.dynamic_slice_in_dim(rows, first, size, 1)
-            own = jax.lax.dynamic_slice(kernel, (group, first, 0), (1, size, d_out))[0]
-            return total + _dot(part, _from_bits(own, dtype), 1, 0)
+            own = jax.lax.dynamic_slice(bits, (group, first, 0), (1, size, d_out))[0]
+            return total + dot(part, from_bits(own, kernel, dtype), 1, 0)
 
         zeros = jnp.zeros((block, d_out), dtype)
         return _over_tiles(d_in, tile, add, zeros)
@@ -81,8 +79,9 @@ def loop_transposed(
     """Computes `g @ kernel.T` item by item, one tile of the kernel's rows a step."""
     _, d_in, d_out = kernel.shape
     dtype = wide_dtype(g, kernel)
+    dot = functools.partial(_dot, precision=precision_of(g, kernel))
     tile = _tile_rows(kernel, dtype)
-    kernel = _as_bits(kernel)
+    bits = as_bits(kernel)
 
     def product(
         rows: Float[Array, "block d_out"], group: Int32[Array, ""]
@@ -90,8 +89,8 @@ def loop_transposed(
         def put(
             first: Int32[Array, ""] | int, out: Float[Array, "block d_in"], size: int
         ) -> Float[Array, "block d_in"]:
-            own = jax.lax.dynamic_slice(kernel, (group, first, 0), (1, size, d_out))[0]
-            columns = _dot(rows, _from_bits(own, dtype), 1, 1)
+            own = jax.lax.dynamic_slice(bits, (group, first, 0), (1, size, d_out))[0]
+            columns = dot(rows, from_bits(own, kernel, dtype), 1, 1)
             return jax.lax.dynamic_update_slice_in_dim(out, columns, first, 1)
 
         zeros = jnp.zeros((block, d_in), dtype)
@@ -135,21 +134,6 @@ def _over_tiles(
     carried = jax.lax.fori_loop(0, whole, lambda i, c: step(i * tile, c, tile), carried)
     rest = length - whole * tile
     return step(whole * tile, carried, rest) if rest else carried
-
-
-def _as_bits(kernel: Array) -> Array:
-    # XLA's CPU compiler computes nothing in bfloat16, not even a slice: it would widen
-    # all kernels to float32 before the loop. Integers it slices as they are.
-    if kernel.dtype != jnp.bfloat16:
-        return kernel
-    return jax.lax.bitcast_convert_type(kernel, jnp.uint16)
-
-
-def _from_bits(tile: Array, dtype: jnp.dtype) -> Array:
-    if tile.dtype != jnp.uint16:
-        return tile.astype(dtype)
-    bits = tile.astype(jnp.uint32) << 16
-    return jax.lax.bitcast_convert_type(bits, jnp.float32).astype(dtype)
 
 
 def _tile_rows(kernel: Array, dtype: jnp.dtype) -> int:
@@ -198,6 +182,7 @@ def _batched(
             equation,
             x[own_rows][None].astype(common),
             kernel[group][None].astype(common),
+            precision=precision_of(x, kernel),
             preferred_element_type=wide_dtype(x, kernel),
         )[0]
 
@@ -224,6 +209,14 @@ def _item_of_pair(
     return item, jnp.where(used, place % block, 0)
 
 
-def _dot(left: Array, right: Array, left_axis: int, right_axis: int) -> Array:
+def _dot(
+    left: Array,
+    right: Array,
+    left_axis: int,
+    right_axis: int,
+    precision: jax.lax.Precision,
+) -> Array:
     axes = (((left_axis,), (right_axis,)), ((), ()))
-    return jax.lax.dot_general(left, right, axes, preferred_element_type=left.dtype)
+    return jax.lax.dot_general(
+        left, right, axes, precision, preferred_element_type=left.dtype
+    )

@@ -98,6 +98,16 @@ def lora_delta(
     Gradients are defined for x, y, a, b, scale and `routing.weight`, with exact zeros
     for slots without tokens and for rank tails. Forward-mode differentiation is not.
 
+    No kernel here adds atomically. Whether the other rows of a batch can change a row's
+    bits, at the same shapes:
+
+        triton_invariant, mosaic_gpu, xla on a CPU   no
+        triton                                       the last ones, where some other
+                                                     row has the row's adapter
+        xla elsewhere, xla_partitioned, reference    not promised: a library multiplies
+
+    With other shapes (tokens, slots) tiles differ, and so may the last bits of all.
+
     Source: Punica, https://arxiv.org/abs/2310.18547; vLLM 0.32, `add_lora_linear`.
     """
     check_arguments(

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 COLUMNS = "{:30.30} {:>15.15} {:>10} {:>9} {:>9} {:>9} {:>9} {:>8}"
 """Width of the table's columns, in characters."""
 
+MOST_CHARACTERS = 2000
+"""Of an error's text in a result: XLA's may have pages."""
+
 VERSIONED = ("jax", "jaxlib", "numpy", "torch", "triton", "jax-triton")
 """Packages whose versions a result names, where they are installed."""
 
@@ -47,7 +50,8 @@ def rows(points: Sequence[Point]) -> str:
 
 def _row(point: Point) -> str:
     if point.median_us is None:
-        return f"{point.spec:30.30} {point.implementation:>15.15} {point.refusal}"
+        why = f"failed: {point.failure}" if point.failure else point.refusal
+        return f"{point.spec:30.30} {point.implementation:>15.15} {why}"
     return COLUMNS.format(
         point.spec,
         point.implementation,
@@ -55,9 +59,38 @@ def _row(point: Point) -> str:
         f"{point.p10_us:.1f}",
         f"{point.p90_us:.1f}",
         f"{point.cpu_us:.1f}",
-        f"{point.roofline:.1%}",
-        f"{point.base_ratio:.2f}x",
+        "" if point.roofline is None else f"{point.roofline:.1%}",
+        "" if point.base_ratio is None else f"{point.base_ratio:.2f}x",
     )
+
+
+def failure_text(error: Exception) -> str:
+    """Returns type and message of an error, its first lines."""
+    return f"{type(error).__name__}: {error}"[:MOST_CHARACTERS]
+
+
+def above_roofline(points: Sequence[Point]) -> list[str]:
+    """Returns which points were faster than the peaks allow.
+
+    Then a cache held what was counted as read from memory, or the peaks were measured
+    while the device was busy.
+    """
+    return [
+        f"{point.spec} {point.implementation}"
+        for point in points
+        if point.roofline is not None and point.roofline > 1
+    ]
+
+
+def closing(points: Sequence[Point], peaks: dict[str, Peaks]) -> str:
+    """Returns the table's last lines: the peaks, and what is above the roofline."""
+    lines = [
+        f"{dtype}: peak {peak.bytes_per_s / 1e9:.1f} GB/s, "
+        f"{peak.flops_per_s / 1e9:.0f} GFLOP/s, best of the run"
+        for dtype, peak in peaks.items()
+    ]
+    lines += [f"above the roofline: {name}" for name in above_roofline(points)]
+    return "\n".join(lines)
 
 
 def environment() -> dict[str, object]:
@@ -94,10 +127,22 @@ def write_json(path: Path, points: Sequence[Point], peaks: dict[str, Peaks]) -> 
     content = {
         "environment": environment(),
         "peaks": {dtype: peak._asdict() for dtype, peak in peaks.items()},
+        "above_roofline": above_roofline(points),
         "points": [dataclasses.asdict(point) for point in points],
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def lines_of(points: Sequence[Point]) -> dict[str, list[tuple[int, float]]]:
+    """Returns the lines of the plot: tokens and median microseconds, by tokens."""
+    lines: dict[str, list[tuple[int, float]]] = {}
+    for point in points:
+        if point.median_us is not None:
+            family = point.spec.rsplit("/", 1)[0]
+            line = lines.setdefault(f"{family} {point.implementation}", [])
+            line.append((point.tokens, point.median_us))
+    return {label: sorted(values) for label, values in lines.items()}
 
 
 def write_png(path: Path, points: Sequence[Point]) -> None:
@@ -106,22 +151,20 @@ def write_png(path: Path, points: Sequence[Point]) -> None:
     One line for each implementation and family of specs (a name up to its last slash).
 
     Raises:
-      ImportError: if matplotlib is not installed.
+      ImportError: if matplotlib is not installed, naming the extra that brings it.
     """
-    import matplotlib
-
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise ImportError(
+            "a plot needs matplotlib: pip install 'lora-jax[bench]'"
+        ) from error
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    lines: dict[str, list[tuple[int, float]]] = {}
-    for point in points:
-        if point.median_us is not None:
-            family = point.spec.rsplit("/", 1)[0]
-            line = lines.setdefault(f"{family} {point.implementation}", [])
-            line.append((point.tokens, point.median_us))
     figure, axes = plt.subplots(figsize=(8, 6))
-    for label, values in lines.items():
-        tokens, medians = zip(*sorted(values), strict=True)
+    for label, values in lines_of(points).items():
+        tokens, medians = zip(*values, strict=True)
         axes.loglog(tokens, medians, marker="o", label=label)
     axes.set_xlabel("tokens")
     axes.set_ylabel("microseconds of one op, median")

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 
-from lora_kernels.routing import Routing
+from lora_kernels.routing import Routing, routing_faults
 
 ArrayLike = jax.Array | jax.ShapeDtypeStruct
 
@@ -48,7 +48,8 @@ def check_arguments(
         for name, (has, wants) in expected.items()
         if has != wants
     ]
-    found.extend(dtype_faults({"x": x, "y": y, "a": a, "b": b}, rank))
+    found.extend(dtype_faults({"x": x, "y": y, "a": a, "b": b, "scale": scale}, rank))
+    found.extend(f"routing.{fault}" for fault in routing_faults(routing))
     if found:
         raise ValueError(
             f"lora_delta: x {x.shape}, part_widths {part_widths}: {'; '.join(found)}."

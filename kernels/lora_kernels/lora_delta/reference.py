@@ -33,7 +33,8 @@ def lora_delta(
     kept = jnp.arange(a.shape[2])[None, None, :] < rank[slot][:, :, None]  # [t, p, r]
     own_a = jnp.where(kept[..., None], a[slot], 0).astype(wide)
     h = jnp.einsum("ti,tpri->tpr", x.astype(wide), own_a, precision=EXACT)
-    h = h * scale[slot][:, :, None] * routing.weight[:, None, None]
+    strength = jnp.where(rank > 0, scale, 0)[slot] * routing.weight[:, None]
+    h = jnp.where(kept, h * strength[:, :, None], 0)
     part = np.repeat(np.arange(len(part_widths)), part_widths)  # of each column
     own_b = jnp.where(kept[:, part].swapaxes(1, 2), b[slot], 0).astype(wide)
     delta = jnp.einsum("tor,tro->to", h[:, part], own_b, precision=EXACT)

@@ -2,7 +2,6 @@
 
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int32
@@ -36,11 +35,6 @@ class Site(NamedTuple):
         return np.repeat(np.arange(len(self.part_widths)), self.part_widths)
 
 
-def wide_dtype(*arrays: Array) -> jnp.dtype:
-    """Returns the dtype to accumulate in: float32, or float64 if any array has it."""
-    return jnp.promote_types(jnp.float32, jnp.result_type(*arrays))
-
-
 def tokens_per_row(x: Float[Array, "rows d_in"], routing: Routing) -> int:
     """Returns how many tokens in turn share a row of x: token t reads `x[t // this]`.
 
@@ -53,25 +47,3 @@ def kept_rows(site: Site, slot: Int32[Array, ""]) -> Bool[Array, "parts max_rank
     """Returns which rank rows of one slot belong to its adapter."""
     row = jnp.arange(site.a.shape[2], dtype=jnp.int32)
     return row[None, :] < site.rank[slot][:, None]
-
-
-def a_of_slot(
-    site: Site, slot: Int32[Array, ""], dtype: jnp.dtype
-) -> Float[Array, "parts max_rank d_in"]:
-    """Returns one slot's A, rank tails as they are: no sum meets them."""
-    return jax.lax.dynamic_index_in_dim(site.a, slot, keepdims=False).astype(dtype)
-
-
-def b_of_slot(
-    site: Site, slot: Int32[Array, ""], dtype: jnp.dtype
-) -> list[Float[Array, "max_rank _"]]:
-    """Returns one slot's B cut into parts, zeros in the rank tails."""
-    kept = kept_rows(site, slot)
-    max_rank = site.b.shape[1]
-    cut = [
-        jax.lax.dynamic_slice(site.b, (slot, 0, first), (1, max_rank, stop - first))[0]
-        for first, stop in site.columns
-    ]
-    return [
-        jnp.where(kept[part][:, None], b.astype(dtype), 0) for part, b in enumerate(cut)
-    ]

@@ -78,19 +78,18 @@ def arrays_of(spec: Spec, *, seed: int = 0) -> Arrays:
     """
     rng = np.random.default_rng(seed)
     dtype = np.dtype(getattr(ml_dtypes, spec.dtype, spec.dtype))
-    parts, d_out = len(spec.part_widths), sum(spec.part_widths)
-    rank = np.resize(np.array(spec.ranks, np.int32), (spec.slots, parts))
+    rank, d_out = ranks_of(spec), sum(spec.part_widths)
 
     def normal(*shape: int) -> np.ndarray:
         return rng.standard_normal(shape, dtype=np.float32)
 
     row = np.arange(spec.rank_axis)
-    a = normal(spec.slots, parts, spec.rank_axis, spec.d_in) / np.sqrt(spec.d_in)
+    a = normal(*rank.shape, spec.rank_axis, spec.d_in) / np.sqrt(spec.d_in)
     a = np.where((row < rank[:, :, None])[..., None], a, 0)
     b = normal(spec.slots, spec.rank_axis, d_out)
     rank_of_column = np.repeat(rank, spec.part_widths, axis=1)  # [s, d_out]
     b = np.where(row[None, :, None] < rank_of_column[:, None, :], b, 0)
-    scale = (0.5 + rng.random((spec.slots, parts))) / np.sqrt(np.maximum(rank, 1))
+    scale = (0.5 + rng.random(rank.shape)) / np.sqrt(np.maximum(rank, 1))
     return Arrays(
         x=normal(spec.tokens, spec.d_in).astype(dtype),
         y=normal(spec.tokens, d_out).astype(dtype),
@@ -101,6 +100,12 @@ def arrays_of(spec: Spec, *, seed: int = 0) -> Arrays:
         slot=slots_of_rows(spec, rng),
         weight=(0.5 + rng.random(spec.tokens)).astype(np.float32),
     )
+
+
+def ranks_of(spec: Spec) -> np.ndarray:
+    """Returns the true rank of each slot and part, `(slots, parts)` int32."""
+    ranks = np.array(spec.ranks, np.int32)
+    return np.resize(ranks, (spec.slots, len(spec.part_widths)))
 
 
 def slots_of_rows(spec: Spec, rng: np.random.Generator) -> np.ndarray:
@@ -234,61 +239,3 @@ def expert_specs(model: str, workload: Spec) -> tuple[Spec, ...]:
         )
         for site, (d_in, part_widths) in sites.items()
     )
-
-
-SQUARE = Spec(name="square-2048", tokens=1, slots=8, d_in=2048, part_widths=(2048,))
-"""One projection of a 1B-class model; eight slots."""
-
-
-def by_tokens(workload: Spec, tokens: tuple[int, ...]) -> tuple[Spec, ...]:
-    """Returns the workload at each number of tokens, named `name/t<tokens>`."""
-    return tuple(
-        dataclasses.replace(workload, name=f"{workload.name}/t{count}", tokens=count)
-        for count in tokens
-    )
-
-
-def suites() -> dict[str, tuple[Spec, ...]]:
-    """Returns the named lists of workloads that the benchmark runs.
-
-    tokens: one projection, one to 512 tokens, eight adapters, all in the batch.
-    smollm2: decode and prefill of SmolLM2-135M at its four fused sites.
-    mixes: how the time of 32 decode rows over 32 slots depends on who is in the batch.
-    ranks: 31 rows of rank 8 and one of rank 256, against 32 rows of rank 8.
-    llama3: decode and prefill of Llama-3-8B in bfloat16; for GPUs.
-    experts: the same of the experts of three models, with four adapters; for GPUs.
-    """
-    eight = dataclasses.replace(SQUARE, distribution="distinct")
-    many = dataclasses.replace(SQUARE, slots=32, tokens=32)
-    decode = Spec(name="decode-t16", tokens=16, slots=8, distribution="distinct")
-    prefill = dataclasses.replace(decode, name="prefill-t512", tokens=512)
-    low = dataclasses.replace(
-        many, name="ranks/all-8", ranks=(8,), max_rank=256, distribution="distinct"
-    )
-    one_high = dataclasses.replace(low, name="ranks/one-256", ranks=(8,) * 31 + (256,))
-    large = Spec(name="", tokens=1, slots=32, dtype="bfloat16", distribution="distinct")
-    steps = [
-        dataclasses.replace(large, name="decode-t32", tokens=32),
-        dataclasses.replace(large, name="prefill-t2048", tokens=2048),
-    ]
-    return {
-        "tokens": by_tokens(eight, (1, 8, 32, 128, 512)),
-        "smollm2": (
-            *site_specs("smollm2-135m", decode),
-            *site_specs("smollm2-135m", prefill),
-        ),
-        "mixes": tuple(
-            dataclasses.replace(many, name=f"mix/{mix}", distribution=mix)
-            for mix in DISTRIBUTIONS
-        ),
-        "ranks": (low, one_high),
-        "llama3": tuple(
-            spec for step in steps for spec in site_specs("llama-3-8b", step)
-        ),
-        "experts": tuple(
-            spec
-            for step in steps
-            for model in EXPERT_MODELS
-            for spec in expert_specs(model, dataclasses.replace(step, slots=4))
-        ),
-    }

@@ -34,6 +34,7 @@ class Problem:
     Attributes:
       x_bytes: bytes of one number of x.
       weight_bytes: bytes of one number of the wider of a and b.
+      mixed: whether x, y, a and b are of more than one dtype.
     """
 
     tokens: int
@@ -43,6 +44,7 @@ class Problem:
     part_widths: tuple[int, ...]
     x_bytes: int
     weight_bytes: int
+    mixed: bool
 
     @property
     def wide(self) -> bool:
@@ -117,6 +119,10 @@ def decode_tiles(problem: Problem, gpu: Gpu, *, vector_rows: int = 1) -> DecodeT
 
 def _even_block_n(problem: Problem) -> int:
     # Columns of one output tile. Wide tiles mean few programs that repeat the shrink.
+    # Conversions of a second dtype take registers, a few more than the assembler grants
+    # unless the tile is so wide that it grants many, or narrow enough to do without.
+    if problem.mixed:
+        return 256 if problem.wide else 64
     widths = problem.part_widths
     fits = sum(widths) >= 4096 and all(width % 256 == 0 for width in widths)
     return 256 if fits and not problem.wide and not problem.has_rank_blocks else 128
@@ -197,8 +203,7 @@ def shrink_tiles(
     """
     even = all(width * number_bytes % STEP_BYTES == 0 for width in widths)
     block_k = STEP_BYTES // number_bytes if even else UNEVEN_BLOCK_K
-    row_programs = -(-tokens // SEGMENT_ROWS) * len(widths)
-    wanted = min(max(2 * gpu.num_sms // row_programs, 1), MOST_SPLITS)
+    wanted = most_splits(tokens=tokens, parts=len(widths), gpu=gpu)
     steps = -(-max(widths) // block_k)
     k_split = -(-steps // wanted) * block_k
     return ShrinkTiles(
@@ -211,6 +216,18 @@ def shrink_tiles(
         warps=4,
         stages=4,
     )
+
+
+def most_splits(*, tokens: int, parts: int, gpu: Gpu) -> int:
+    """Returns how many partial sums of a row `shrink_tiles` takes at most.
+
+    Args:
+      tokens: rows of x.
+      parts: parts that have columns of their own.
+      gpu: the GPU to build for.
+    """
+    programs = max(-(-tokens // SEGMENT_ROWS) * parts, 1)
+    return min(max(2 * gpu.num_sms // programs, 1), MOST_SPLITS)
 
 
 def expand_tiles(*, widths: tuple[int, ...], number_bytes: int) -> ExpandTiles:

@@ -7,12 +7,14 @@ so a row's last bits may depend on whether another row of the batch has its adap
 on the shapes alone. Both are deterministic: nothing is added atomically.
 """
 
+import math
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from lora_kernels import triton_launch
 from lora_kernels.gpu_targets import current_gpu
-from lora_kernels.lora_delta.tiles import is_fused
+from lora_kernels.lora_delta.tiles import is_fused, most_splits
 from lora_kernels.lora_delta.triton_forms import (
     Call,
     decode_launch,
@@ -27,7 +29,7 @@ LOWEST_CAPABILITY = 80
 """Ampere, the first with bfloat16 products and asynchronous copies."""
 
 OFFSETS = 2**31
-"""Kernels address the numbers of x, y and one slot with 32 bit."""
+"""Kernels address the numbers of x, y, h and one slot with 32 bit."""
 
 
 def lora_delta(
@@ -79,7 +81,8 @@ def checked_call(
     Raises:
       NotImplementedError: naming the GPU, the versions, a dtype or a size.
     """
-    capability = current_gpu().compute_capability
+    gpu = current_gpu()
+    capability = gpu.compute_capability
     if capability < LOWEST_CAPABILITY:
         raise NotImplementedError(
             f"needs compute capability 8.0 (Ampere); found {capability / 10}"
@@ -90,10 +93,20 @@ def checked_call(
             raise NotImplementedError(
                 f"{name} is {array.dtype}; supported: {', '.join(DTYPES)}"
             )
-        numbers = array.size // array.shape[0] if name in "ab" else array.size
-        if numbers >= OFFSETS:
+    dtypes = {jnp.dtype(array.dtype) for array in (x, y, a, b)}
+    if len(dtypes) > 1 and jnp.dtype("float16") in dtypes:
+        raise NotImplementedError(
+            f"x is {x.dtype}, y {y.dtype}, a {a.dtype} and b {b.dtype}; supported: the "
+            "same, or float32 and bfloat16"
+        )
+    parts, max_rank = a.shape[1:3]
+    splits = most_splits(tokens=y.shape[0], parts=1, gpu=gpu)
+    h = (splits, y.shape[0], parts * max_rank)
+    addressed = {"x": x.shape, "y": y.shape, "a": a.shape[1:], "b": b.shape[1:], "h": h}
+    for name, shape in addressed.items():
+        if math.prod(shape) >= OFFSETS:
             raise NotImplementedError(
-                f"{name} {array.shape} has {numbers} numbers to address; at most "
+                f"{name} {shape} has {math.prod(shape)} numbers to address; at most "
                 f"{OFFSETS - 1} are supported"
             )
     return Call(

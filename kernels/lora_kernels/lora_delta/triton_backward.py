@@ -60,9 +60,11 @@ def _of_factors(
     kept = jnp.arange(call.max_rank)[None, None, :] < call.rank[own][:, :, None]
     kept &= (slot >= 0)[:, None, None]
     uv = jnp.where(kept, (u * v).reshape(kept.shape), 0).sum(axis=2)  # [tokens, parts]
-    dweight = jnp.sum(uv * call.scale[own], axis=1)
+    present = kept.any(axis=2)
+    dweight = jnp.sum(jnp.where(present, uv * call.scale[own], 0), axis=1)
     dweight = jnp.zeros_like(dweight).at[routing.order].set(dweight)
-    uv *= routing.weight[routing.order][:, None]
+    weight = routing.weight[routing.order][:, None]
+    uv = jnp.where(present, uv * weight, 0)
     return _sums_of_slots(uv, routing), dweight
 
 

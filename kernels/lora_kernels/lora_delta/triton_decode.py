@@ -11,6 +11,10 @@ output tiles. Programs of the same item repeat the shrink; their A comes from L2
 The number of runs is chosen while running: few items are spread over many programs for
 latency, many items are not cut, so that no A is read twice. Base rows make no items,
 and a part of rank 0 makes no work.
+
+Parts are worked off one after another, and each reads its rows of x again, from the L2
+cache: a tile of h for all parts at once would take registers in proportion to them. In
+the segment form they share such reads.
 """
 
 from typing import no_type_check

@@ -80,6 +80,7 @@ def decode_launch(
         part_widths=call.part_widths,
         x_bytes=x.dtype.itemsize,
         weight_bytes=max(call.a.dtype.itemsize, call.b.dtype.itemsize),
+        mixed=len({array.dtype for array in (x, y, call.a, call.b)}) > 1,
     )
     chosen = tiles.decode_tiles(problem, current_gpu(), vector_rows=vector_rows)
     if call.routing.block == 1:

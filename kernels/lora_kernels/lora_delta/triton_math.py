@@ -3,6 +3,10 @@
 Functions here run inside a kernel. Rows of A and B are whole ranks, so a rank tail is
 cut off by a mask that is constant along the contiguous axis: loads stay as wide as
 without it, and nothing behind a slot's rank is read.
+
+The mask is there even where blocks divide the rank axis: a slot's own rank rarely fills
+its last block, and a row behind it may hold anything, NaN included, which zeros on the
+other side of a product would not undo.
 """
 
 from typing import no_type_check

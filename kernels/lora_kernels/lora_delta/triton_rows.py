@@ -1,9 +1,10 @@
 """The low-rank update of one row tile of one slot and part, inside the decode kernel.
 
 First h, then the output tiles. h of one row is computed on CUDA cores (a row with an
-adapter of its own reads A once and has nothing to share on a tensor core), h of more
-rows on tensor cores. When one rank block holds the largest rank, h stays in registers;
-else it goes through `h`, memory that only this program uses.
+adapter of its own reads A once and has nothing to share on a tensor core), h of two or
+more rows on tensor cores, whose products have 16 rows at least. When one rank block
+holds the largest rank, h stays in registers; else it goes through `h`, memory that only
+this program uses.
 
 Offsets are 32 bit: a decode batch has few rows.
 """

@@ -8,7 +8,8 @@ so nothing needs zeros beforehand or atomics, and the order of the sum is fixed.
 Both run in two directions. Forward, the parts share the columns of x and own columns of
 y; backward (`g` for x, b for a, and the other way round), they own columns of g and
 share the columns of dx. Where columns are shared, the ranks of all parts are one
-compact list, so x is read once for all parts and absent parts cost nothing:
+compact list, so x is read once for every BLOCK_RANK of them, not once a part, and
+absent parts cost nothing:
 
     row of the list     0 .. r0-1 | r0 .. r0+r1-1 | ...
     row of a's slot     0 .. r0-1 | MAX_RANK ..   | ...    (also its column of h)

@@ -1,13 +1,13 @@
 """`lora_delta` in plain jnp: right on every backend that XLA has.
 
-Chooses the form by shapes and platform alone; the forms are in `xla_forms`.
+Chooses the form by shapes and platform alone; the forms are in `xla_forms`
+and `xla_cpu_forms`.
 """
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
-from lora_kernels.lora_delta import xla_forms
+from lora_kernels.lora_delta import xla_cpu_forms, xla_forms
 from lora_kernels.lora_delta.site import Site
 from lora_kernels.routing import Routing
 
@@ -34,37 +34,51 @@ def lora_delta(
     if 0 in (*x.shape, *y.shape, a.shape[2]):
         return y
     site = Site(a, b, scale, rank, part_widths)
-    delta = jax.lax.platform_dependent(
-        cpu=lambda: _on_cpu(x, site, routing),
-        default=lambda: _on_accelerator(x, site, routing),
+    return jax.lax.platform_dependent(
+        cpu=lambda: _on_cpu(x, y, site, routing),
+        default=lambda: _on_accelerator(x, y, site, routing),
     )
-    total = (y.astype(delta.dtype) + delta).astype(y.dtype)
-    return jnp.where((routing.slot >= 0)[:, None], total, y)
 
 
 def _on_cpu(
-    x: Float[Array, "rows d_in"], site: Site, routing: Routing
+    x: Float[Array, "rows d_in"],
+    y: Float[Array, "tokens d_out"],
+    site: Site,
+    routing: Routing,
 ) -> Float[Array, "tokens d_out"]:
-    block = loop_block(routing.slot.shape[0], site.a.shape[0])
-    return xla_forms.loop(x, site, routing, block=block)
+    tokens, slots = routing.slot.shape[0], site.a.shape[0]
+    if flat_fits(tokens, slots, site.a.shape[2]):
+        return xla_cpu_forms.flat(x, y, site, routing)
+    return xla_cpu_forms.loop(x, y, site, routing, block=loop_block(tokens, slots))
 
 
 def _on_accelerator(
-    x: Float[Array, "rows d_in"], site: Site, routing: Routing
+    x: Float[Array, "rows d_in"],
+    y: Float[Array, "tokens d_out"],
+    site: Site,
+    routing: Routing,
 ) -> Float[Array, "tokens d_out"]:
     tokens = routing.slot.shape[0]
     if tokens <= GATHER_TOKENS:
-        return xla_forms.gather(x, site, routing)
+        return xla_forms.gather(x, y, site, routing)
     block = batched_block(tokens, site.a.shape[0])
-    return xla_forms.batched(x, site, routing, block=block)
+    return xla_forms.batched(x, y, site, routing, block=block)
+
+
+def flat_fits(tokens: int, slots: int, max_rank: int) -> bool:
+    """Returns whether a product with A of every slot takes less time than a loop.
+
+    It does in decode over a small bank, unless most rows share an adapter.
+    """
+    return 4 <= tokens <= 32 and slots <= tokens and slots * max_rank <= 256
 
 
 def loop_block(tokens: int, slots: int) -> int:
-    """Returns the rows of one loop step: near half of an even share, 1 to 64.
+    """Returns the rows of one loop step: near an even share, 1 to 128.
 
-    Small steps waste fewer rows, large ones copy A and B less often.
+    Small steps waste fewer rows, large ones take A and B out of the bank less often.
     """
-    return _power_of_two(tokens // (2 * slots), 4 if tokens > 2 else 1, 64)
+    return _power_of_two(tokens // slots, 4 if tokens > 2 else 1, 128)
 
 
 def batched_block(tokens: int, slots: int) -> int:

@@ -13,8 +13,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
+from lora_kernels.floats import precision_of, wide_dtype
 from lora_kernels.lora_delta import xla_forms
-from lora_kernels.lora_delta.site import Site, kept_rows, tokens_per_row, wide_dtype
+from lora_kernels.lora_delta.site import Site, kept_rows, tokens_per_row
 from lora_kernels.lora_delta.xla import GATHER_TOKENS, batched_block
 from lora_kernels.routing import Routing, max_work_items, work_list
 
@@ -35,18 +36,19 @@ def lora_delta(
         return y
     site, tokens = Site(a, b, scale, rank, part_widths), routing.slot.shape[0]
     if tokens <= GATHER_TOKENS:
-        delta = xla_forms.gather(x, site, routing)
-    else:
-        block = batched_block(tokens, a.shape[0])
-        delta = batched(x, site, routing, block=block)
-    total = (y.astype(delta.dtype) + delta).astype(y.dtype)
-    return jnp.where((routing.slot >= 0)[:, None], total, y)
+        return xla_forms.gather(x, y, site, routing)
+    return batched(x, y, site, routing, block=batched_block(tokens, a.shape[0]))
 
 
 def batched(
-    x: Float[Array, "rows d_in"], site: Site, routing: Routing, *, block: int
+    x: Float[Array, "rows d_in"],
+    y: Float[Array, "tokens d_out"],
+    site: Site,
+    routing: Routing,
+    *,
+    block: int,
 ) -> Float[Array, "tokens d_out"]:
-    """Computes all work items at once, as `xla_forms.batched`."""
+    """Adds the update of all work items at once, as `xla_forms.batched`."""
     tokens = routing.slot.shape[0]
     dtype = wide_dtype(x, site.a, site.b)
     items = max_work_items(tokens, site.a.shape[0], block)
@@ -56,15 +58,22 @@ def batched(
     rows = routing.order[jnp.minimum(work_start[:, None] + offset[None, :], tokens - 1)]
     kept = jax.vmap(lambda s: kept_rows(site, s))(slot)  # [n, p, r]
     x_items = x[rows // tokens_per_row(x, routing)].astype(dtype)
-    h = jnp.einsum("nbi,npri->npbr", x_items, site.a[slot].astype(dtype))
+    h = jnp.einsum(
+        "nbi,npri->npbr",
+        x_items,
+        site.a[slot].astype(dtype),
+        precision=precision_of(x, site.a),
+    )
     strength = site.scale[slot][:, :, None] * routing.weight[rows][:, None, :]
     h = jnp.where(kept[:, :, None, :], h * strength[..., None], 0)
     b = site.b[slot].astype(dtype)
     delta = jnp.zeros((items, block, b.shape[-1]), dtype)
     for part in range(len(site.part_widths)):
         own = jnp.where(kept[:, part, :, None], b, 0)
-        product = jnp.einsum("nbr,nro->nbo", h[:, part], own)
+        product = jnp.einsum(
+            "nbr,nro->nbo", h[:, part], own, precision=precision_of(x, site.b)
+        )
         is_part = jnp.asarray(site.part_of_column == part)
         delta = jnp.where(is_part[None, None, :], product, delta)
     item, place = xla_forms.item_of_row(routing, block)
-    return delta[item, place]
+    return xla_forms.added(y, delta[item, place], routing)

@@ -1,7 +1,7 @@
 """Arguments of `lora_experts` -> nothing, or one error that lists every fault."""
 
 from lora_kernels.lora_delta.checks import ArrayLike, dtype_faults
-from lora_kernels.routing import Routing
+from lora_kernels.routing import Routing, routing_faults
 
 
 def check_arguments(
@@ -46,7 +46,8 @@ def check_arguments(
     ]
     if pairs % max(rows, 1) or (pairs > 0) != (rows > 0):
         found.append(f"y has {pairs} pairs, expected a multiple of x's {rows} rows")
-    found.extend(dtype_faults({"x": x, "y": y, "a": a, "b": b}, rank))
+    found.extend(dtype_faults({"x": x, "y": y, "a": a, "b": b, "scale": scale}, rank))
+    found.extend(f"routing.{fault}" for fault in routing_faults(routing))
     if found:
         raise ValueError(
             f"lora_experts: x {x.shape}, part_widths {part_widths}: {'; '.join(found)}."

@@ -14,7 +14,13 @@ not sort them.
 import jax.numpy as jnp
 from jaxtyping import Array, Integer
 
-from lora_kernels.routing import BASE_SLOT, Routing, in_range_or_base, make_routing
+from lora_kernels.routing import (
+    BASE_SLOT,
+    Routing,
+    in_range_or_base,
+    make_routing,
+    routing_faults,
+)
 
 SINGLE = 4
 """Pairs are not grouped if there are so many virtual slots for each. vLLM's is 8."""
@@ -31,7 +37,8 @@ def pair_routing(
         `[0, num_experts)` is not here: its pair is a base row, as are a base row's.
       num_experts: experts that the slot arrays hold, at least 1 (static).
     Raises:
-      ValueError: if there is no expert, or not the same number of pairs for each token.
+      ValueError: if there is no expert, not the same number of pairs for each token,
+        or a field of `routing` does not fit its others.
 
     Example:
       >>> import jax.numpy as jnp
@@ -40,13 +47,20 @@ def pair_routing(
       >>> pair_routing(tokens, expert, 4).slot.tolist()
       [4, 7, -1, -1, -1, 2]
     """
-    tokens, pairs = routing.slot.shape[0], expert.shape[0]
+    tokens, pairs = routing.slot.size, expert.size
     chosen = pairs // max(tokens, 1)
+    found = [f"routing.{fault}" for fault in routing_faults(routing)]
     if num_experts < 1 or pairs != tokens * chosen:
-        raise ValueError(
-            f"pair_routing: expected at least one expert, and as many pairs for each "
-            f"token; found num_experts={num_experts}, {pairs} pairs, {tokens} tokens."
+        found.append(
+            "expected at least one expert, and as many pairs for each token; found "
+            f"num_experts={num_experts}, {pairs} pairs, {tokens} tokens"
         )
+    if expert.ndim != 1 or not jnp.issubdtype(expert.dtype, jnp.integer):
+        found.append(
+            f"expert is {expert.dtype} {expert.shape}, expected integers (pairs,)"
+        )
+    if found:
+        raise ValueError(f"pair_routing: {'; '.join(found)}.")
     slot = jnp.repeat(routing.slot, chosen)
     expert = in_range_or_base(expert, num_experts)
     here = (expert >= 0) & (slot >= 0)

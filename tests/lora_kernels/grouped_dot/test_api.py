@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from delta_cases import with_fields
 from grouped_cases import TOLERANCE, arrays_of, expected, forward_arguments, small
 from lora_kernels import grouped_dot, make_routing
 from lora_kernels.grouped_dot import api, which_implementation
@@ -76,6 +77,15 @@ def test_all_faults_are_told_at_once():
         "kernel is int32, expected a floating dtype or int8",
     ):
         assert fault in str(error.value)
+
+
+def test_a_routing_made_by_hand_is_checked():
+    pairs = make_routing(jnp.zeros(8, jnp.int32), 3)
+    pairs = with_fields(pairs, weight=jnp.ones(3), position=jnp.zeros(8))
+    with pytest.raises(
+        ValueError, match=r"pairs.weight is .*3.*; pairs.position is fl"
+    ):
+        api.check_arguments(jnp.zeros((4, 5)), jnp.zeros((3, 5, 6)), pairs)
 
 
 def test_pairs_of_no_rows_are_refused():

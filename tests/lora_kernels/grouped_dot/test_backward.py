@@ -46,7 +46,7 @@ def assert_equal_float64(found, arrays, dtype):
         assert not got[want == 0].any()
 
 
-@pytest.mark.parametrize("case", covering_cases()[::2], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", covering_cases(12), ids=lambda case: case.name)
 def test_gradients_equal_float64(case):
     arrays = arrays_of(case)
     assert_equal_float64(gradients(arrays), arrays, case.dtype)
@@ -143,3 +143,27 @@ def test_forward_mode_is_refused():
     x, kernel, pairs = forward_arguments(arrays_of(small()))
     with pytest.raises(TypeError, match="custom_vjp"):
         jax.jvp(lambda x: grouped_dot(x, kernel, pairs), (x,), (x,))
+
+
+CALLS = {
+    "loop": functools.partial(xla_forms.loop, block=8),
+    "batched": functools.partial(xla_forms.batched, block=16),
+    "loop_transposed": functools.partial(xla_forms.loop_transposed, block=8),
+    "batched_transposed": functools.partial(xla_forms.batched_transposed, block=16),
+}
+
+
+@pytest.mark.parametrize("call", [*CALLS, "backward"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_products_of_float32_are_not_left_to_tf32(call, dtype):
+    arrays = arrays_of(small(dtype=dtype))
+    x, g, kernel, pairs = backward_arguments(arrays)
+    if call == "backward":
+        lowered = jax.jit(backward.grouped_dot_backward).lower(x, g, kernel, pairs)
+    else:
+        rows = g if "transposed" in call else x
+        lowered = jax.jit(CALLS[call]).lower(rows, kernel, pairs)
+    dots = [line for line in lowered.as_text().splitlines() if "dot_general" in line]
+    assert dots
+    wanted = "[HIGHEST, HIGHEST]" if dtype == "float32" else "[DEFAULT, DEFAULT]"
+    assert all(wanted in line for line in dots)

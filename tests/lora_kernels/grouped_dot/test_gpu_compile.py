@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from gpu_checks import check_kernels, copies_of, print_table
+from gpu_checks import check_kernels, copies_of
 from grouped_gpu_cases import CASES
 from lora_kernels import grouped_dot, make_routing
 from lora_kernels.gpu_targets.compile_only import compile_for, compile_with_thunks
@@ -19,13 +19,6 @@ pytestmark = pytest.mark.gpu_compile
 
 # H100 and H200 differ in nothing that a kernel is compiled for.
 TARGETS = ("a100", "h200")
-
-
-@pytest.fixture(scope="module")
-def table():
-    rows = []
-    yield rows
-    print_table(rows)
 
 
 def product(case):
@@ -52,9 +45,11 @@ def gradients(case):
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_every_choice_compiles(target, case, table):
-    assert check_kernels(target, case, product(case), table) == ["product_kernel"]
-    names = check_kernels(target, case, gradients(case), table)
+def test_every_choice_compiles(target, case, record_property):
+    assert check_kernels(target, case, product(case), record_property) == [
+        "product_kernel"
+    ]
+    names = check_kernels(target, case, gradients(case), record_property)
     assert names == ["gradient_kernel", "product_kernel"]
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from delta_cases import TOLERANCE, call_arguments, expected, small
+from delta_cases import TOLERANCE, call_arguments, expected, small, with_fields
 from lora_kernels import lora_delta, make_routing
 from lora_kernels.lora_delta import api, which_implementation
 from lora_kernels.lora_delta.specs import arrays_of
@@ -88,6 +88,8 @@ def test_which_implementation_needs_only_shapes(call):
     assert choice.name == "xla"
 
 
+FITTING = make_routing(jnp.zeros((23,), jnp.int32), 5)
+
 # What is changed -> what the error says. All faults are told at once.
 FAULTS = {
     "parts": ({"part_widths": (10, 11)}, r"a is .*expected \(5, 2, 8, 24\)"),
@@ -99,6 +101,18 @@ FAULTS = {
     "tokens": (
         {"routing": make_routing(jnp.zeros((3,), jnp.int32), 5)},
         r"routing.slot is \(3,\), expected \(23,\)",
+    ),
+    "weight": (
+        {"routing": with_fields(FITTING, weight=jnp.ones(3), order=jnp.ones(23))},
+        r"routing.weight is float32 \(3,\), expected .*; routing.order is float32",
+    ),
+    "one weight": (
+        {"routing": with_fields(FITTING, weight=jnp.ones(1))},
+        r"routing.weight is float32 \(1,\), expected floats \(23,\)",
+    ),
+    "work": (
+        {"routing": with_fields(FITTING, work_slot=FITTING.work_slot[:2])},
+        r"routing.work_slot is int32 \(2,\), expected int32 \(6,\)",
     ),
 }
 
@@ -122,6 +136,9 @@ def test_axes_and_dtypes_are_checked_without_the_type_hook(call):
         check(x.astype(jnp.int32), y, a, b)
     scale = {"scale": jnp.ones((5, 1))}
     with pytest.raises(ValueError, match=r"scale is \(5, 1\), expected \(5, 3\)"):
+        api.check_arguments(x, y, a, b, **{**call.keywords, **scale})
+    scale = {"scale": jnp.ones((5, 3), jnp.int32)}
+    with pytest.raises(ValueError, match=r"scale is int32, expected a floating dtype"):
         api.check_arguments(x, y, a, b, **{**call.keywords, **scale})
     rank = call.keywords["rank"].astype(jnp.float32)
     with pytest.raises(ValueError, match=r"rank is float32, expected int32"):
@@ -152,10 +169,14 @@ def test_nothing_retraces_when_adapters_ranks_or_mixes_change():
     assert len(traces) == 1
 
 
-def test_a_donated_output_is_reused(call):
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+def test_a_donated_output_is_reused(call, implementation):
     x, y, a, b = call.positional
     step = jax.jit(
-        lambda x, y: lora_delta(x, y, a, b, **call.keywords), donate_argnums=1
+        lambda x, y: lora_delta(
+            x, y, a, b, **call.keywords, implementation=implementation
+        ),
+        donate_argnums=1,
     )
     out = step(x, y)
     assert y.is_deleted()

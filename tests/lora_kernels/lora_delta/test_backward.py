@@ -2,15 +2,16 @@
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from delta_cases import call_arguments, small
+from delta_cases import call_arguments, expected_gradients, small
 from lora_kernels import lora_delta
-from lora_kernels.lora_delta import reference
+from lora_kernels.lora_delta import backward, reference
 from lora_kernels.lora_delta.specs import Spec, arrays_of
 
 NAMES = ("x", "y", "a", "b", "scale", "weight")
@@ -24,27 +25,36 @@ CASES = [
     Spec(name="wide", tokens=64, slots=3, d_in=200, part_widths=(64, 32), ranks=(64,)),
 ]
 
-TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2}
+TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2, "float16": 2e-3}
 """Largest error of a gradient relative to the largest gradient of its array."""
 
+IMPLEMENTATIONS = pytest.mark.parametrize("implementation", ["xla", "reference"])
 
-def loss(function, keywords, cotangent, *arguments):
-    x, y, a, b, scale, weight = arguments
-    routing = dataclasses.replace(keywords["routing"], weight=weight)
-    out = function(
-        x, y, a, b, scale=scale, rank=keywords["rank"], routing=routing,
-        part_widths=keywords["part_widths"],
-    )  # fmt: skip
-    return jnp.sum(out.astype(cotangent.dtype) * cotangent)
+
+@functools.lru_cache(maxsize=4)
+def compiled(function, part_widths):
+    """The gradients as one program: all that changes with a batch is an argument."""
+
+    def loss(arguments, rank, routing, cotangent):
+        x, y, a, b, scale, weight = arguments
+        routing = dataclasses.replace(routing, weight=weight)
+        out = function(
+            x, y, a, b, scale=scale, rank=rank, routing=routing, part_widths=part_widths
+        )
+        return jnp.sum(out.astype(cotangent.dtype) * cotangent)
+
+    return jax.jit(jax.grad(loss))
 
 
 def gradients(function, arrays, part_widths):
     positional, keywords = call_arguments(arrays, part_widths)
-    arguments = (*positional, keywords["scale"], keywords["routing"].weight)
+    routing = keywords["routing"]
+    arguments = (*positional, keywords["scale"], routing.weight)
     rng = np.random.default_rng(7)
     cotangent = jnp.asarray(rng.standard_normal(arrays.y.shape, dtype=np.float32))
-    call = jax.grad(functools.partial(loss, function, keywords, cotangent), range(6))
-    return dict(zip(NAMES, map(np.asarray, jax.jit(call)(*arguments)), strict=True))
+    call = compiled(function, part_widths)
+    found = call(arguments, keywords["rank"], routing, cotangent)
+    return dict(zip(NAMES, map(np.asarray, found), strict=True))
 
 
 def float64_gradients(arrays, part_widths):
@@ -70,13 +80,15 @@ def test_gradients_equal_those_of_the_reference_in_float64(spec, dtype):
         assert error.max(initial=0) <= TOLERANCE[dtype] * size, name
 
 
-def test_a_mixed_batch_gives_each_adapter_its_gradient_alone():
+@IMPLEMENTATIONS
+def test_a_mixed_batch_gives_each_adapter_its_gradient_alone(implementation):
+    call = functools.partial(lora_delta, implementation=implementation)
     spec = small(tokens=40, distribution="distinct")
     arrays = arrays_of(spec)
-    mixed = gradients(lora_delta, arrays, spec.part_widths)
+    mixed = gradients(call, arrays, spec.part_widths)
     for slot in range(spec.slots):
         own = np.where(arrays.slot == slot, slot, -1).astype(np.int32)
-        alone = gradients(lora_delta, arrays._replace(slot=own), spec.part_widths)
+        alone = gradients(call, arrays._replace(slot=own), spec.part_widths)
         rows = arrays.slot == slot
         for name in ("a", "b", "scale"):
             np.testing.assert_array_equal(mixed[name][slot], alone[name][slot])
@@ -124,13 +136,107 @@ def test_poison_of_one_adapter_reaches_no_other_gradient(value):
         np.testing.assert_array_equal(dirty[name][spared], clean[name][spared])
 
 
-def test_remat_and_scan_give_the_same_gradients():
+def without_absent_scales(arrays):
+    """The arguments with NaN for the scale of every part that is absent."""
+    return arrays._replace(scale=np.where(arrays.rank > 0, arrays.scale, np.nan))
+
+
+@pytest.mark.parametrize("implementation", ["xla", "xla_partitioned", "reference"])
+def test_the_scale_of_an_absent_part_is_never_met(implementation):
     spec = small()
     arrays = arrays_of(spec)
-    plain = gradients(lora_delta, arrays, spec.part_widths)
+    dirty = without_absent_scales(arrays)
+    assert np.isnan(dirty.scale[arrays.slot]).any()
+    call = functools.partial(lora_delta, implementation=implementation)
+    outs = []
+    for case in (arrays, dirty):
+        positional, keywords = call_arguments(case, spec.part_widths)
+        outs.append(call(*positional, **keywords))
+    np.testing.assert_array_equal(*outs)
+    wanted = gradients(call, arrays, spec.part_widths)
+    found = gradients(call, dirty, spec.part_widths)
+    for name in NAMES:
+        np.testing.assert_array_equal(found[name], wanted[name])
+    np.testing.assert_array_equal(found["scale"][arrays.rank == 0], 0)
+
+
+def test_the_reference_itself_has_gradients_without_absent_scales():
+    spec = small()
+    arrays = arrays_of(spec)
+    wanted = gradients(reference.lora_delta, arrays, spec.part_widths)
+    dirty = without_absent_scales(arrays)
+    found = gradients(reference.lora_delta, dirty, spec.part_widths)
+    for name in NAMES:
+        np.testing.assert_array_equal(found[name], wanted[name])
+
+
+def test_an_infinite_input_or_strength_leaves_absent_parts_alone():
+    spec = small(tokens=8, distribution="distinct", ranks=(3, 0, 5))
+    arrays = arrays_of(spec)
+    arrays.x[1], arrays.weight[2] = np.inf, np.inf
+    wanted = arrays.y[:, 10:14]
+    for implementation in ("xla", "xla_partitioned", "reference"):
+        positional, keywords = call_arguments(arrays, spec.part_widths)
+        out = lora_delta(*positional, **keywords, implementation=implementation)
+        np.testing.assert_array_equal(out[:, 10:14], wanted)
+        assert not np.isfinite(out[1:3, :10]).all()
+    found = gradients(lora_delta, arrays, spec.part_widths)
+    np.testing.assert_array_equal(found["scale"][:, 1], 0)
+    np.testing.assert_array_equal(found["b"][:, :, 10:14], 0)
+
+
+@pytest.mark.parametrize("wide", [(), ("a",), ("x", "y", "a", "b")], ids=str)
+def test_products_of_float32_are_not_left_to_tf32(wide):
+    spec = small(dtype="bfloat16")
+    arrays, wider = arrays_of(spec), arrays_of(small())
+    arrays = arrays._replace(**{name: getattr(wider, name) for name in wide})
+    (x, g, a, b), keywords = call_arguments(arrays, spec.part_widths)
+    widths = keywords.pop("part_widths")
+    call = functools.partial(backward.lora_delta_backward, part_widths=widths)
+    text = jax.jit(call).lower(x, g, a, b, **keywords).as_text()
+    dots = [line for line in text.splitlines() if "dot_general" in line]
+    assert len(dots) >= 5
+    precision = "[HIGHEST, HIGHEST]" if wide else "[DEFAULT, DEFAULT]"
+    assert all(precision in line for line in dots)
+
+
+def test_no_product_pays_for_the_rank_axis():
+    spec = small(max_rank=256)
+    (x, g, a, b), keywords = call_arguments(arrays_of(spec), spec.part_widths)
+    widths = keywords.pop("part_widths")
+    call = functools.partial(backward.lora_delta_backward, part_widths=widths)
+    text = jax.jit(call).lower(x, g, a, b, **keywords).as_text()
+    dots = [line for line in text.splitlines() if "dot_general" in line]
+    assert any(f"x{backward.RANK_BLOCK}x" in line for line in dots)
+    assert not any(re.search(r"[<x]256x", line) for line in dots)
+
+
+@pytest.mark.parametrize("max_rank", [33, 80])
+def test_ranks_are_summed_block_by_block(max_rank):
+    spec = small(ranks=(31, 0, 2, 32, 33, 80), max_rank=80, distribution="distinct")
+    arrays = arrays_of(spec)
+    rank = np.minimum(arrays.rank, max_rank)
+    arrays = arrays._replace(
+        a=arrays.a[:, :, :max_rank], b=arrays.b[:, :max_rank], rank=rank
+    )
+    (x, g, a, b), keywords = call_arguments(arrays, spec.part_widths)
+    found = backward.lora_delta_backward(x, g, a, b, **keywords)
+    wanted = expected_gradients(arrays, spec.part_widths)
+    for name, got, want in zip(found._fields, found, wanted, strict=True):
+        error = np.abs(np.asarray(got, np.float64) - want)
+        assert error.max() <= TOLERANCE["float32"] * max(1.0, np.abs(want).max()), name
+        assert not np.asarray(got)[want == 0].any(), name
+
+
+@IMPLEMENTATIONS
+def test_remat_gives_the_same_gradients(implementation):
+    function = functools.partial(lora_delta, implementation=implementation)
+    spec = small()
+    arrays = arrays_of(spec)
+    plain = gradients(function, arrays, spec.part_widths)
 
     def remat(x, y, a, b, *, part_widths, **keywords):
-        call = functools.partial(lora_delta, part_widths=part_widths)
+        call = functools.partial(function, part_widths=part_widths)
         return jax.checkpoint(call)(x, y, a, b, **keywords)
 
     again = gradients(remat, arrays, spec.part_widths)
@@ -138,7 +244,9 @@ def test_remat_and_scan_give_the_same_gradients():
         np.testing.assert_array_equal(again[name], plain[name])
 
 
-def test_adapters_train_together_under_vmap_of_the_batch():
+@IMPLEMENTATIONS
+def test_adapters_train_together_under_vmap_of_the_batch(implementation):
+    call = functools.partial(lora_delta, implementation=implementation)
     spec = small()
     arrays = arrays_of(spec)
     positional, keywords = call_arguments(arrays, spec.part_widths)
@@ -146,10 +254,10 @@ def test_adapters_train_together_under_vmap_of_the_batch():
     xs, ys = jnp.stack([x, 2 * x, -x]), jnp.stack([y, y, y])
 
     def one(x, y):
-        return lora_delta(x, y, a, b, **keywords)
+        return call(x, y, a, b, **keywords)
 
     def total(a, x, y):
-        return jnp.sum(lora_delta(x, y, a, b, **keywords) ** 2)
+        return jnp.sum(call(x, y, a, b, **keywords) ** 2)
 
     together = jax.jit(jax.vmap(one))(xs, ys)
     grads = jax.vmap(jax.grad(total), in_axes=(None, 0, 0))(a, xs, ys)

@@ -1,9 +1,11 @@
 """The Mosaic GPU kernels in JAX's interpreter, races detected, against float64."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax._src.pallas.mosaic_gpu import core
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax._src.pallas.mosaic_gpu.interpret.params import (
     InterpretGPUParams,
     force_gpu_interpret_mode,
@@ -11,8 +13,9 @@ from jax._src.pallas.mosaic_gpu.interpret.params import (
 from jax.interpreters import mlir
 
 from delta_cases import TOLERANCE, call_arguments, expected, small
+from lora_kernels import make_routing
 from lora_kernels.gpu_targets import building_for, described_gpu
-from lora_kernels.lora_delta import mosaic_gpu
+from lora_kernels.lora_delta import mosaic_gpu, mosaic_kernels
 from lora_kernels.lora_delta.specs import arrays_of
 
 # Private modules of one JAX, and an interpreter that takes minutes a site.
@@ -35,11 +38,33 @@ def layouts():
     )
 
 
+def interpreted(function, *arguments, gpu="h100"):
+    """What a function returns, and whether each kernel that it ran had a race.
+
+    The interpreter keeps what it has seen of one kernel until the next one, and only
+    prints a race.
+    """
+    kernels = []
+
+    def seen(**keywords):
+        kernels.append(state_of_kernel(**keywords))
+        return kernels[-1]
+
+    state_of_kernel = gpu_callbacks.RaceDetectionState
+    races = force_gpu_interpret_mode(InterpretGPUParams(detect_races=True))
+    with pytest.MonkeyPatch.context() as patch, building_for(described_gpu(gpu)), races:
+        patch.setattr(gpu_callbacks, "RaceDetectionState", seen)
+        out = np.asarray(function(*arguments))
+    return out, [kernel.races_found for kernel in kernels]
+
+
 def run(arrays, widths, gpu="h100"):
     positional, keywords = call_arguments(arrays, widths)
-    races = force_gpu_interpret_mode(InterpretGPUParams(detect_races=True))
-    with building_for(described_gpu(gpu)), races:
-        return np.asarray(mosaic_gpu.lora_delta(*positional, **keywords))
+    out, races = interpreted(
+        lambda: mosaic_gpu.lora_delta(*positional, **keywords), gpu=gpu
+    )
+    assert races == ([False, False] if out.size else [])
+    return out
 
 
 def assert_equals_float64(out, arrays, widths):
@@ -79,6 +104,33 @@ def test_prefill_over_two_rank_tiles_equals_float64():
     keep = np.arange(spec.tokens) % 4 == 0
     arrays = arrays._replace(slot=np.where(keep, arrays.slot, -1))
     assert_equals_float64(run(arrays, spec.part_widths), arrays, spec.part_widths)
+
+
+def test_a_copy_that_is_not_waited_for_is_a_race(monkeypatch):
+    spec = small(**(SITE | {"d_in": 64, "part_widths": (64,)}), tokens=3, max_rank=16)
+    positional, keywords = call_arguments(arrays_of(spec), spec.part_widths)
+    monkeypatch.setattr(mosaic_kernels.plgpu, "barrier_wait", lambda _: None)
+    _, races = interpreted(lambda: mosaic_gpu.lora_delta(*positional, **keywords))
+    # JAX does not look at what a wgmma reads, so only at expand's own reads of B.
+    assert races == [False, True]
+
+
+def test_a_batch_of_batches_equals_each_alone():
+    spec = small(**(SITE | {"d_in": 64, "part_widths": (64,)}), tokens=3, max_rank=16)
+    positional, keywords = call_arguments(arrays_of(spec), spec.part_widths)
+    del keywords["routing"]
+
+    def one(slot, *arrays):
+        routing = make_routing(slot, spec.slots)
+        return mosaic_gpu.lora_delta(*arrays, **keywords, routing=routing)
+
+    both = [jnp.stack([array, 2 * array]) for array in positional]
+    slots = jnp.array([[0, 1, -1], [1, 1, 0]], jnp.int32)
+    together, races = interpreted(jax.vmap(one), slots, *both)
+    assert races == [False, False]
+    for index, out in enumerate(together):
+        alone, _ = interpreted(one, slots[index], *(array[index] for array in both))
+        np.testing.assert_array_equal(out, alone)
 
 
 REFUSALS = [

@@ -13,8 +13,8 @@ from lora_kernels.lora_delta.specs import (
     arrays_of,
     expert_specs,
     site_specs,
-    suites,
 )
+from lora_kernels.lora_delta.suites import suites
 
 # distribution -> rows of each slot, most first, for 64 tokens over 16 slots.
 COUNTS = {
@@ -89,3 +89,11 @@ def test_experts_are_slots_and_choices_are_rows():
 def test_suites_have_names_of_their_own():
     names = [spec.name for suite in suites().values() for spec in suite]
     assert len(names) == len(set(names))
+
+
+def test_ranks_differ_only_in_the_room_of_their_slots_and_in_one_rank():
+    small_room, large_room, one_high = suites()["ranks"]
+    assert (small_room.rank_axis, large_room.rank_axis) == (8, 256)
+    assert set(small_room.ranks) == set(large_room.ranks) == {8}
+    assert sorted(one_high.ranks) == [8] * 31 + [256]
+    assert small_room.tokens == large_room.tokens == one_high.tokens == 32

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import gpu_cases
-from lora_kernels.gpu_targets import NAMES, Gpu, described_gpu
+from lora_kernels.gpu_targets import NAMES, Gpu, described_gpu, description
 from lora_kernels.lora_delta import tiles
 
 sizes = st.integers(1, 20000)
@@ -28,19 +28,37 @@ problems = st.fixed_dictionaries(
         "part_widths": widths,
         "x_bytes": number_bytes,
         "weight_bytes": number_bytes,
+        "mixed": st.booleans(),
     }
+).map(
+    lambda facts: (
+        facts | {"mixed": facts["mixed"] or facts["x_bytes"] != facts["weight_bytes"]}
+    )
 )
 H100 = described_gpu("h100")
+
+
+def decode_kind(problem, gpu, vector_rows):
+    """What the code of the fused kernel depends on."""
+    chosen = tiles.decode_tiles(problem, gpu, vector_rows=vector_rows)
+    return problem.x_bytes, problem.weight_bytes, gpu_cases.essence(chosen)
+
+
+VECTOR_ROWS = [1, 0]
+"""Of `triton`, and of `triton_invariant`."""
+
 COMPILED = {
-    gpu_cases.essence(tiles.decode_tiles(case.problem, H100))
-    for case in gpu_cases.DECODE
+    decode_kind(case.problem, H100, vector_rows)
+    for case in gpu_cases.DECODE + gpu_cases.DECODE_MIXED
+    for vector_rows in VECTOR_ROWS
 }
 
 
+@pytest.mark.parametrize("vector_rows", VECTOR_ROWS)
 @given(problem=problems, gpu=gpus)
-def test_every_decode_choice_is_one_that_is_compiled(problem, gpu):
-    chosen = tiles.decode_tiles(tiles.Problem(**problem), Gpu(**gpu))
-    assert gpu_cases.essence(chosen) in COMPILED
+def test_every_decode_choice_is_one_that_is_compiled(vector_rows, problem, gpu):
+    kind = decode_kind(tiles.Problem(**problem), Gpu(**gpu), vector_rows)
+    assert kind in COMPILED
 
 
 @given(problem=problems, gpu=gpus)
@@ -78,41 +96,61 @@ def test_every_split_of_the_widest_part_has_columns(
     assert max(widths) <= chosen.splits * chosen.k_split
 
 
-@given(
-    tokens=st.integers(1, 20000),
-    widths=widths,
-    ranks=rank_axes,
-    number_bytes=number_bytes,
-)
-def test_every_segment_choice_is_one_that_is_compiled(
-    tokens, widths, ranks, number_bytes
-):
-    def kinds(tokens, widths, ranks, number_bytes):
+def segment_kinds(problem):
+    """What the code of each kernel of the segment form depends on, and its backward's.
+
+    Forward, a shrink has the ranks of all parts and an expand those of one; backward it
+    is the other way round.
+    """
+    wider = max(problem.x_bytes, problem.weight_bytes)
+    for_all = (problem.d_in,), len(problem.part_widths) * problem.max_rank
+    for_each = problem.part_widths, problem.max_rank
+    for shared, (widths, ranks) in ((True, for_all), (False, for_each)):
         shrink = tiles.shrink_tiles(
-            tokens=tokens,
+            tokens=problem.tokens,
             widths=widths,
             ranks=ranks,
-            number_bytes=number_bytes,
+            number_bytes=wider,
             gpu=H100,
         )
-        expand = tiles.expand_tiles(widths=widths, number_bytes=number_bytes)
-        grouped = tiles.grouped_tiles(max_rank=ranks, number_bytes=number_bytes)
-        return (
-            (shrink.block_rank, shrink.block_k, shrink.even_k),
-            (expand.block_rank, expand.block_n, expand.even_n),
-            grouped,
+        expand = tiles.expand_tiles(widths=widths, number_bytes=problem.weight_bytes)
+        yield "shrink", shared, shrink.block_rank, shrink.block_k, shrink.even_k
+        yield "expand", shared, expand.block_rank, expand.block_n, expand.even_n
+        yield (
+            "grouped",
+            shared,
+            tiles.grouped_tiles(
+                max_rank=problem.max_rank, number_bytes=problem.x_bytes
+            ),
         )
 
-    compiled = [
-        kinds(case.tokens, case.part_widths, case.max_rank, case.problem.x_bytes)
-        for case in gpu_cases.PREFILL
-    ]
-    for kind, known in zip(
-        kinds(tokens, widths, ranks, number_bytes),
-        zip(*compiled, strict=True),
-        strict=True,
-    ):
-        assert kind in known
+
+@given(problem=problems)
+def test_every_segment_choice_is_one_that_is_compiled(problem):
+    problem = tiles.Problem(**problem)
+    numbers = (problem.x_bytes, problem.weight_bytes)
+    compiled = {
+        kind
+        for case in gpu_cases.PREFILL + gpu_cases.PREFILL_MIXED
+        if (case.problem.x_bytes, case.problem.weight_bytes) == numbers
+        for kind in segment_kinds(case.problem)
+    }
+    assert set(segment_kinds(problem)) <= compiled
+
+
+def test_an_h100_has_the_tiles_and_limits_of_an_h200():
+    def without_memory(name):
+        lines = description(name).splitlines()
+        other = ("memory_bandwidth", "device_memory_size", "device_description_str")
+        return [line for line in lines if not line.strip().startswith(other)]
+
+    assert without_memory("h100") == without_memory("h200")
+    h200 = described_gpu("h200")
+    assert h200 == H100
+    assert h200.shared_memory == H100.shared_memory
+    for case in gpu_cases.DECODE + gpu_cases.DECODE_MIXED:
+        problem = case.problem
+        assert tiles.decode_tiles(problem, h200) == tiles.decode_tiles(problem, H100)
 
 
 def test_few_rows_of_a_long_prefill_are_not_split():

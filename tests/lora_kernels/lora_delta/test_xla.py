@@ -9,6 +9,7 @@ import pytest
 
 from delta_cases import (
     RANKS,
+    TOKENS,
     TOLERANCE,
     call_arguments,
     covering_cases,
@@ -16,10 +17,10 @@ from delta_cases import (
     small,
 )
 from lora_kernels import lora_delta
-from lora_kernels.lora_delta import xla_forms, xla_partitioned
+from lora_kernels.lora_delta import xla_cpu_forms, xla_forms, xla_partitioned
 from lora_kernels.lora_delta.site import Site
 from lora_kernels.lora_delta.specs import arrays_of
-from lora_kernels.lora_delta.xla import batched_block, loop_block
+from lora_kernels.lora_delta.xla import batched_block, flat_fits, loop_block
 
 GATHER_ELEMENTS = 2e7
 """Most elements of the copies that the forms for accelerators make on a CPU."""
@@ -27,14 +28,13 @@ GATHER_ELEMENTS = 2e7
 
 def by_form(form, x, y, a, b, *, scale, rank, routing, part_widths):
     site = Site(a, b, scale, rank, part_widths)
-    delta = form(x, site, routing)
-    total = (y.astype(delta.dtype) + delta).astype(y.dtype)
-    return jnp.where((routing.slot >= 0)[:, None], total, y)
+    return form(x, y, site, routing)
 
 
 FORMS = {
     "chosen": functools.partial(lora_delta, implementation="xla"),
-    "loop": functools.partial(by_form, functools.partial(xla_forms.loop, block=8)),
+    "loop": functools.partial(by_form, functools.partial(xla_cpu_forms.loop, block=8)),
+    "flat": functools.partial(by_form, xla_cpu_forms.flat),
     "gather": functools.partial(by_form, xla_forms.gather),
     "batched": functools.partial(
         by_form, functools.partial(xla_forms.batched, block=16)
@@ -82,19 +82,18 @@ def test_every_pair_of_sizes_equals_float64(share):
         assert_equals_float64(run("chosen", arrays, spec.part_widths), arrays, spec)
 
 
-def _copies_fit(spec):
-    per_row = spec.rank_axis * (
-        spec.d_in * len(spec.part_widths) + sum(spec.part_widths)
-    )
-    return spec.tokens * per_row <= GATHER_ELEMENTS
+def _by_form():
+    """Yields every case with every form; each case quickly with one of them."""
+    cases = covering_cases(limit=GATHER_ELEMENTS, tokens=TOKENS[1:])
+    forms = ["flat", "gather", "batched", "partitioned"]
+    for number, spec in enumerate(cases):
+        for form in forms:
+            slow = form != forms[number % len(forms)]
+            marks = [pytest.mark.slow] if slow else []
+            yield pytest.param(form, spec, marks=marks, id=f"{spec.name}-{form}")
 
 
-@pytest.mark.parametrize("form", ["gather", "batched", "partitioned"])
-@pytest.mark.parametrize(
-    "spec",
-    [spec for spec in covering_cases(pairs=False) if _copies_fit(spec)][::3],
-    ids=lambda s: s.name,
-)
+@pytest.mark.parametrize(("form", "spec"), _by_form())
 def test_forms_for_accelerators_equal_float64(form, spec):
     arrays = arrays_of(spec)
     assert_equals_float64(run(form, arrays, spec.part_widths), arrays, spec)
@@ -199,21 +198,23 @@ def test_base_rows_keep_their_bits_inside_a_larger_program(dtype):
     assert (mixed[~base] != plain[~base]).any(axis=1).sum() > 5
 
 
-def test_a_row_has_the_same_bits_in_every_batch_of_its_size():
-    spec = small(tokens=24, distribution="distinct")
+@pytest.mark.parametrize("tokens", [7, 24, 31, 70])
+def test_a_row_has_the_same_bits_in_every_batch_of_its_size(tokens):
+    spec = small(tokens=tokens, distribution="distinct", d_in=100)
     arrays = arrays_of(spec)
     alone = run("chosen", arrays, spec.part_widths)
-    rng = np.random.default_rng(0)
-    for _ in range(2):
-        mixed = arrays._replace(slot=rng.integers(-1, 5, 24).astype(np.int32))
-        order = rng.permutation(24)
+    rng, compared = np.random.default_rng(0), 0
+    for _ in range(3):
+        mixed = arrays._replace(slot=rng.integers(-1, 5, tokens).astype(np.int32))
+        order = rng.permutation(tokens)
         shuffled = mixed._replace(
             **{k: getattr(mixed, k)[order] for k in ("x", "y", "slot", "weight")}
         )
         out = run("chosen", shuffled, spec.part_widths)
         same = mixed.slot[order] == arrays.slot[order]
-        assert same.sum() > 1
+        compared += same.sum()
         np.testing.assert_array_equal(out[same], alone[order][same])
+    assert compared > 1
 
 
 def test_the_chosen_blocks_are_powers_of_two_within_their_bounds():
@@ -221,6 +222,68 @@ def test_the_chosen_blocks_are_powers_of_two_within_their_bounds():
         for slots in (1, 2, 8, 33, 1000):
             loop, batch = loop_block(tokens, slots), batched_block(tokens, slots)
             assert loop & (loop - 1) == 0 == batch & (batch - 1)
-            assert 1 <= loop <= 64
+            assert 1 <= loop <= 128
             assert 16 <= batch <= 128
-    assert [loop_block(t, 8) for t in (1, 16, 128, 512, 8192)] == [1, 4, 8, 32, 64]
+    assert [loop_block(t, 8) for t in (1, 16, 128, 512, 8192)] == [1, 4, 16, 64, 128]
+
+
+def test_flat_is_for_decode_over_few_slots():
+    assert flat_fits(16, 8, 16)
+    assert flat_fits(32, 16, 16)
+    assert not flat_fits(2, 2, 16)  # two steps of the loop
+    assert not flat_fits(64, 8, 16)  # a row meets B alone
+    assert not flat_fits(8, 16, 16)  # most slots have no row
+    assert not flat_fits(32, 16, 64)  # A of all slots is large
+
+
+def _compiled(spec, form, donate=()):
+    arrays = arrays_of(spec)
+    positional, keywords = call_arguments(arrays, spec.part_widths)
+    statics = {"part_widths": keywords.pop("part_widths")}
+    call = functools.partial(FORMS[form], **statics)
+    return jax.jit(call, donate_argnums=donate).lower(*positional, **keywords).compile()
+
+
+@pytest.mark.parametrize("form", ["loop", "flat"])
+def test_no_form_for_a_cpu_widens_a_table_to_slice_it(form):
+    # All of B, and in a loop all of A, in float32: what a call would cost whatever the
+    # batch. Only the product over all slots takes A as it is.
+    spec = small(tokens=8, d_in=96, dtype="bfloat16")
+    arrays = arrays_of(spec)
+    shapes = [arrays.b.shape, arrays.a.shape] if form == "loop" else [arrays.b.shape]
+    program = _compiled(spec, form).as_text()
+    for shape in shapes:
+        wide = "f32[" + ",".join(map(str, shape)) + "]"
+        narrow = "bf16" + wide[3:]
+        assert narrow in program
+        assert wide not in program
+
+
+def test_the_loop_adds_into_y_in_place():
+    spec = small(tokens=2048, d_in=32, part_widths=(2048,))
+    compiled = _compiled(spec, "loop", donate=(1,))
+    y_bytes = 2048 * 2048 * 4
+    assert compiled.memory_analysis().alias_size_in_bytes == y_bytes
+    assert compiled.memory_analysis().temp_size_in_bytes < y_bytes / 4
+
+
+@pytest.mark.parametrize(
+    ("rank", "products"), [(0, 0), (8, 1), (16, 1), (17, 2), (256, 16)]
+)
+def test_a_slot_costs_its_own_rank_in_a_large_bank(rank, products, monkeypatch):
+    spec = small(tokens=5, distribution="identical", ranks=(rank,), max_rank=256)
+    arrays = arrays_of(spec)
+    positional, keywords = call_arguments(arrays, spec.part_widths)
+    calls, update = [], xla_cpu_forms._update
+
+    def counted(*arguments):
+        jax.debug.callback(lambda: calls.append(1))
+        return update(*arguments)
+
+    monkeypatch.setattr(xla_cpu_forms, "_update", counted)
+    out = FORMS["loop"](*positional, **keywords)
+    jax.effects_barrier()
+    np.testing.assert_allclose(
+        out, expected(arrays, spec.part_widths), **TOLERANCE["float32"]
+    )
+    assert len(calls) == products

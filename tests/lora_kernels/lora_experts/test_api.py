@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from delta_cases import TOLERANCE
+from delta_cases import TOLERANCE, with_fields
 from expert_cases import (
     CASES,
     DOWN,
@@ -19,13 +19,14 @@ from expert_cases import (
     untouched,
 )
 from lora_kernels import lora_experts, make_routing, pair_routing
-from lora_kernels.lora_delta import api, xla_forms
+from lora_kernels.lora_delta import api, xla_cpu_forms, xla_forms
 from lora_kernels.lora_delta.site import Site
 from lora_kernels.lora_experts import which_implementation
 from lora_kernels.lora_experts.checks import check_arguments
 
 FORMS = {
-    "loop": functools.partial(xla_forms.loop, block=4),
+    "loop": functools.partial(xla_cpu_forms.loop, block=4),
+    "flat": xla_cpu_forms.flat,
     "gather": xla_forms.gather,
     "batched": functools.partial(xla_forms.batched, block=16),
 }
@@ -37,10 +38,9 @@ def run(arrays, widths, **options):
 
 
 def run_form(form, arrays, widths):
-    (x, _, a, b), keywords = backend_arguments(arrays, widths)
+    (x, y, a, b), keywords = backend_arguments(arrays, widths)
     site = Site(a, b, keywords["scale"], keywords["rank"], widths)
-    delta = np.asarray(FORMS[form](x, site, keywords["routing"]), np.float64)
-    return np.where(untouched(arrays)[:, None], arrays.y, arrays.y + delta)
+    return np.asarray(FORMS[form](x, y, site, keywords["routing"]))
 
 
 def assert_equals_float64(out, arrays, widths, dtype="float32"):
@@ -95,6 +95,7 @@ def poisoned(arrays, widths, *, slot, expert):
     a[row >= arrays.rank[..., None]] = np.nan
     rank_of_column = np.repeat(arrays.rank, widths, axis=2)
     b[row[None, None, :, None] >= rank_of_column[:, :, None, :]] = np.nan
+    scale[arrays.rank == 0] = np.nan
     for array in (a, b, scale):
         array[slot], array[:, expert] = np.nan, np.nan
     per_token = len(x) // len(arrays.slot)
@@ -196,6 +197,8 @@ def test_implementations_are_those_of_lora_delta(monkeypatch):
     assert which_implementation(*positional, **keywords).name == "reference"
 
 
+FITTING = make_routing(jnp.zeros((39,), jnp.int32), 15)
+
 FAULTS = {
     "parts": ({"part_widths": (24,)}, r"a is .*expected \(3, 5, 1, 8, 24\)"),
     "columns": (
@@ -209,6 +212,10 @@ FAULTS = {
     "pairs": (
         {"routing": make_routing(jnp.zeros((13,), jnp.int32), 15)},
         r"routing.slot is \(13,\), expected \(39,\)",
+    ),
+    "weight": (
+        {"routing": with_fields(FITTING, weight=jnp.ones(1), order=jnp.ones(39))},
+        r"routing.weight is float32 \(1,\), expected .*; routing.order is float32",
     ),
     "scale": ({"scale": jnp.ones((3, 5, 1))}, r"scale is .*expected \(3, 5, 2\)"),
     "rank": ({"rank": jnp.ones((3, 5, 2))}, r"rank is float32, expected int32"),

@@ -112,7 +112,8 @@ def test_poison_of_one_expert_reaches_no_other_gradient(value):
     a, b = arrays.a.copy(), arrays.b.copy()
     tail = np.arange(a.shape[3]) >= arrays.rank[..., None]
     a[tail], a[1, 2], b[1, 2] = value, value, value
-    dirty = gradients(arrays._replace(a=a, b=b), case.part_widths)
+    scale = np.where(arrays.rank > 0, arrays.scale, value).astype(np.float32)
+    dirty = gradients(arrays._replace(a=a, b=b, scale=scale), case.part_widths)
     pairs = arrays.virtual.slot == case.experts + 2
     assert 0 < pairs.sum() < len(pairs)
     np.testing.assert_array_equal(dirty["weight"][~pairs], clean["weight"][~pairs])

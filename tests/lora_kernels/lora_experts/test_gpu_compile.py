@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import jax
 import pytest
 
-from gpu_checks import check_kernels, copies_of, print_table
+from gpu_checks import check_kernels, copies_of
 from lora_kernels import lora_experts, make_routing, pair_routing
 from lora_kernels.gpu_targets.compile_only import compile_for, compile_with_thunks
 
@@ -90,13 +90,6 @@ DECODE = [
 PREFILL = [replace(site, name=f"{site.name}-prefill") for site in sites(tokens=2048)]
 
 
-@pytest.fixture(scope="module")
-def table():
-    rows = []
-    yield rows
-    print_table(rows)
-
-
 def call(case, implementation="triton"):
     def function(arguments):
         tokens = make_routing(arguments["slot"], case.slots)
@@ -115,18 +108,18 @@ def call(case, implementation="triton"):
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("case", DECODE, ids=lambda case: case.name)
-def test_decode_is_the_fused_kernel_and_fits(target, case, table):
-    assert check_kernels(target, case, call(case), table) == ["decode_kernel"]
+def test_decode_is_the_fused_kernel_and_fits(target, case, record_property):
+    assert check_kernels(target, case, call(case), record_property) == ["decode_kernel"]
 
 
 @pytest.mark.parametrize("case", PREFILL, ids=lambda case: case.name)
-def test_prefill_is_the_segment_form_and_fits(case, table):
-    names = check_kernels("h200", case, call(case), table)
+def test_prefill_is_the_segment_form_and_fits(case, record_property):
+    names = check_kernels("h200", case, call(case), record_property)
     assert names == ["expand_kernel", "shrink_kernel"]
 
 
 @pytest.mark.parametrize("case", PREFILL[:2], ids=lambda case: case.name)
-def test_gradients_fit(case, table):
+def test_gradients_fit(case, record_property):
     def gradients(arguments):
         def total(x, y, a, b):
             changed = arguments | {"x": x, "y": y, "a": a, "b": b}
@@ -134,7 +127,7 @@ def test_gradients_fit(case, table):
 
         return jax.grad(total, range(4))(*(arguments[name] for name in "xyab"))
 
-    names = check_kernels("h200", case, gradients, table)
+    names = check_kernels("h200", case, gradients, record_property)
     assert set(names) == {"expand_kernel", "grouped_kernel", "shrink_kernel"}
 
 

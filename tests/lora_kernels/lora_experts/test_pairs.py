@@ -1,10 +1,13 @@
 """pair_routing: slots of tokens and experts of pairs -> routing over virtual slots."""
 
+import inspect
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from delta_cases import with_fields
 from expert_cases import CASES, expert_arrays
 from lora_kernels import make_routing, pair_routing
 
@@ -86,3 +89,13 @@ def test_sizes_that_do_not_fit_are_named(tokens, pairs, experts, text):
     routing = make_routing(jnp.zeros((tokens,), jnp.int32), 2)
     with pytest.raises(ValueError, match=text):
         pair_routing(routing, jnp.zeros((pairs,), jnp.int32), experts)
+
+
+def test_a_routing_of_tokens_made_by_hand_is_checked():
+    routing = make_routing(jnp.zeros((3,), jnp.int32), 2)
+    routing = with_fields(routing, weight=jnp.ones(1), order=jnp.zeros(3))
+    expert = jnp.zeros((4,))
+    text = r"pair_routing: routing.weight is .*; routing.order is .*4 pairs, 3 tokens; "
+    with pytest.raises(ValueError, match=text + r"expert is float32 \(4,\)"):
+        # Past the run-time type check of tests.
+        inspect.unwrap(pair_routing)(routing, expert, 2)

@@ -85,7 +85,8 @@ def test_poison_never_reaches_a_pair_of_another_expert(run, form, site):
     b[np.arange(20)[:, None] >= rank_of_column[:, :, None, :]] = np.nan
     a[:, 3], b[:, 3] = np.nan, np.nan
     x[np.repeat(arrays.slot < 0, len(x) // case.tokens)] = np.nan
-    dirty = run("triton", arrays._replace(a=a, b=b, x=x), case.part_widths)
+    scale = np.where(arrays.rank > 0, arrays.scale, np.nan).astype(np.float32)
+    dirty = run("triton", arrays._replace(a=a, b=b, x=x, scale=scale), case.part_widths)
     hit = (arrays.expert == 3) & ~untouched(arrays)
     assert hit.any()
     np.testing.assert_array_equal(dirty[~hit], clean[~hit])
@@ -113,8 +114,12 @@ def test_gradients_equal_float64(interpreter, dtype, site):
     case = small(tokens=50, dtype=dtype, max_rank=9, **SITES[site])
     arrays = expert_arrays(case)
     widths = case.part_widths
+    scale = np.where(arrays.rank > 0, arrays.scale, np.nan).astype(np.float32)
     task = interpreter.submit(
-        triton_interpreter.backward, arrays, widths, backend_arguments
+        triton_interpreter.backward,
+        arrays._replace(scale=scale),
+        widths,
+        backend_arguments,
     )
     dx, *rest = expected_gradients(arrays.virtual, widths)
     dx = dx.reshape(len(arrays.x), -1, case.d_in).sum(axis=1)

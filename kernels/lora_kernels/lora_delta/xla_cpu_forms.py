@@ -1,0 +1,213 @@
+"""The layouts in which XLA computes the low-rank update of a batch on a CPU.
+
+    loop   a loop over the work items that are in use; each meets one slot's A and B and
+           `block` rows, and adds into them. Reads only active slots, and of them only
+           ranks in use.
+    flat   one product of x with A of all slots, of which each row keeps its own slot's,
+           then B row by row. Decode over few slots: a step of a loop costs more than
+           the products of the other slots.
+
+What each promises is what `xla_forms` says of all.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int32
+
+from lora_kernels.floats import as_bits, from_bits, wide_dtype
+from lora_kernels.lora_delta.site import Site, tokens_per_row
+from lora_kernels.routing import Routing, max_work_items, work_list
+
+LOOP_RANKS = (16, 32)
+"""Most ranks of A and B in one product of `loop`, where an item has up to 16 rows and
+where it has more: a slot costs its own largest rank, rounded up to this."""
+
+FLAT_RANKS = 16
+"""Terms of the sum over B that `flat` writes out: more take long to compile."""
+
+FLAT_BLOCK = 16
+"""Most rows that `flat` expands together: enough for all cores to have a share."""
+
+
+def loop(
+    x: Float[Array, "rows d_in"],
+    y: Float[Array, "tokens d_out"],
+    site: Site,
+    routing: Routing,
+    *,
+    block: int,
+) -> Float[Array, "tokens d_out"]:
+    """Adds the update item by item; `block` rows each, a row's bits never vary.
+
+    An item takes its rows out of x and y and puts the sums back: y is written in place,
+    and nothing of its size is made. The rows that fill up the last item of a slot
+    belong to other items; they are computed with it and not put back.
+    """
+    tokens, slots = routing.slot.shape[0], site.a.shape[0]
+    dtype = wide_dtype(x, site.a, site.b)
+    items = max_work_items(tokens, slots, block)
+    work_slot, start, stop, count = work_list(routing.starts, items, block)
+    order = jnp.pad(routing.order, (0, block))
+    shared = tokens_per_row(x, routing)
+    ranks = min(site.a.shape[2], LOOP_RANKS[block > 16])
+    rows = x.astype(dtype)
+
+    def item(
+        i: Int32[Array, ""], out: Float[Array, "tokens d_out"]
+    ) -> Float[Array, "tokens d_out"]:
+        slot = work_slot[i]
+        token = jax.lax.dynamic_slice_in_dim(order, start[i], block)
+        x_block = rows[token // shared]
+        strength = site.scale[slot][:, None] * routing.weight[token][None, :]
+
+        def some_ranks(
+            k: Int32[Array, ""], total: Float[Array, "block d_out"]
+        ) -> Float[Array, "block d_out"]:
+            return total + _update(x_block, site, slot, k * ranks, ranks, strength)
+
+        total = out[token]
+        blocks = (jnp.max(site.rank[slot]) + ranks - 1) // ranks
+        total = jax.lax.fori_loop(0, blocks, some_ranks, total)
+        mine = start[i] + jnp.arange(block, dtype=jnp.int32) < stop[i]
+        return _put(out, total, jnp.where(mine, token, tokens))
+
+    total = jax.lax.fori_loop(0, count, item, y.astype(dtype))
+    return _narrowed(total, y, routing)
+
+
+def _update(
+    x: Float[Array, "block d_in"],
+    site: Site,
+    slot: Int32[Array, ""],
+    first: Int32[Array, ""],
+    ranks: int,
+    strength: Float[Array, "parts block"],
+) -> Float[Array, "block d_out"]:
+    """Returns what `ranks` ranks of one slot, from `first` on, add to rows of x.
+
+    At the end of a rank axis that `ranks` does not divide, the slice of A and B begins
+    earlier; the ranks before `first` count as 0.
+    """
+    parts, max_rank, d_in = site.a.shape[1:]
+    begin = jnp.minimum(first, max_rank - ranks)
+    rank = begin + jnp.arange(ranks, dtype=jnp.int32)
+    kept = (rank >= first)[None, :] & (rank[None, :] < site.rank[slot][:, None])
+    shape = (1, parts, ranks, d_in)
+    a = jax.lax.dynamic_slice(as_bits(site.a), (slot, 0, begin, 0), shape)
+    # A is the left operand: XLA's CPU products are up to twice as fast that way.
+    h = _dot(from_bits(a, site.a, x.dtype).reshape(parts * ranks, d_in), x, 1, 1)
+    h = h.reshape(parts, ranks, -1) * strength[:, None, :]
+    h = jnp.where(kept[:, :, None], h, 0).swapaxes(1, 2)
+    delta = []
+    for part, (left, right) in enumerate(site.columns):
+        shape = (1, ranks, right - left)
+        b = jax.lax.dynamic_slice(as_bits(site.b), (slot, begin, left), shape)[0]
+        b = jnp.where(kept[part][:, None], from_bits(b, site.b, x.dtype), 0)
+        delta.append(_dot(h[part], b, 1, 0))
+    return jnp.concatenate(delta, axis=1)
+
+
+def _put(
+    out: Float[Array, "tokens d_out"],
+    total: Float[Array, "block d_out"],
+    token: Int32[Array, " block"],
+) -> Float[Array, "tokens d_out"]:
+    """Writes rows in place; those whose token is not one of `out` are dropped."""
+    return out.at[token].set(total, mode="drop")
+
+
+def _narrowed(
+    total: Float[Array, "tokens d_out"],
+    y: Float[Array, "tokens d_out"],
+    routing: Routing,
+) -> Float[Array, "tokens d_out"]:
+    """Returns the sums in y's dtype, and base rows of y as they are."""
+    if total.dtype == y.dtype:
+        return total
+    return jnp.where((routing.slot >= 0)[:, None], total.astype(y.dtype), y)
+
+
+def flat(
+    x: Float[Array, "rows d_in"],
+    y: Float[Array, "tokens d_out"],
+    site: Site,
+    routing: Routing,
+) -> Float[Array, "tokens d_out"]:
+    """Adds the update from one product with A of all slots, then row by row.
+
+    The adapted rows come last in order, so a loop over blocks of them leaves out base
+    rows. It is also what keeps the sum out of the fusions that read y: XLA would
+    compute it again in each.
+    """
+    slots, parts, max_rank, d_in = site.a.shape
+    dtype = wide_dtype(x, site.a, site.b)
+    a = site.a.reshape(slots * parts * max_rank, d_in)
+    # A is the left operand, as in `loop`.
+    h = _dot(a.astype(dtype), x.astype(dtype), 1, 1)
+    h = h.reshape(slots, parts, max_rank, x.shape[0])
+    tokens, shared = routing.slot.shape[0], tokens_per_row(x, routing)
+    block, first = min(tokens, FLAT_BLOCK), routing.starts[1]
+    order = jnp.pad(routing.order, (0, block))
+
+    def item(
+        i: Int32[Array, ""], out: Float[Array, "tokens d_out"]
+    ) -> Float[Array, "tokens d_out"]:
+        start = first + i * block
+        token = jax.lax.dynamic_slice_in_dim(order, start, block)
+        slot = jnp.maximum(routing.slot[token], 0)
+        strength = site.scale[slot] * routing.weight[token][:, None]
+        own = h[slot, :, :, token // shared] * strength[:, :, None]
+        total = out[token] + _expand_own_ranks(own, site, slot)
+        mine = start + jnp.arange(block, dtype=jnp.int32) < tokens
+        return _put(out, total, jnp.where(mine, token, tokens))
+
+    blocks = (tokens - first + block - 1) // block
+    total = jax.lax.fori_loop(0, blocks, item, y.astype(dtype))
+    return _narrowed(total, y, routing)
+
+
+def _expand_own_ranks(
+    h: Float[Array, "rows parts max_rank"], site: Site, slot: Int32[Array, " rows"]
+) -> Float[Array, "rows d_out"]:
+    """Returns `h B` of each row's slot, by a sum that ends at the rows' largest rank.
+
+    The sum is written out over `FLAT_RANKS` terms, which XLA fuses with the gather of
+    B and cuts over the cores. Parts are seen as pieces of one width, so that all are
+    one fusion.
+    """
+    piece = math.gcd(*site.part_widths)
+    owner = np.repeat(np.arange(h.shape[1]), np.asarray(site.part_widths) // piece)
+    rank = site.rank[slot][:, owner, None]  # [t, pieces, 1]
+    max_rank = h.shape[2]
+    step = min(max_rank, FLAT_RANKS)
+    h = jnp.pad(h, ((0, 0), (0, 0), (0, -max_rank % step)))[:, owner]
+    b = as_bits(site.b).reshape(*site.b.shape[:2], len(owner), piece)
+    row = slot.astype(jnp.uint32)  # what is unsigned needs no care for negative ones
+
+    def some_ranks(
+        i: Int32[Array, ""], total: Float[Array, "rows pieces piece"]
+    ) -> Float[Array, "rows pieces piece"]:
+        first = i * step
+        h_some = jax.lax.dynamic_slice_in_dim(h, first, step, axis=2)
+        for k in range(step):
+            r = jnp.minimum(first + k, max_rank - 1).astype(jnp.uint32)
+            b_row = b.at[row, r].get(mode="promise_in_bounds")
+            product = h_some[:, :, k, None] * from_bits(b_row, site.b, h.dtype)
+            total = total + jnp.where(first + k < rank, product, 0)
+        return total
+
+    total = jnp.zeros((h.shape[0], len(owner), piece), h.dtype)
+    if step == max_rank:
+        total = some_ranks(jnp.int32(0), total)
+    else:
+        steps = (jnp.max(rank) + step - 1) // step
+        total = jax.lax.fori_loop(0, steps, some_ranks, total)
+    return total.reshape(h.shape[0], -1)
+
+
+def _dot(left: Array, right: Array, left_axis: int, right_axis: int) -> Array:
+    axes = (((left_axis,), (right_axis,)), ((), ()))
+    return jax.lax.dot_general(left, right, axes, preferred_element_type=left.dtype)
