@@ -21,12 +21,12 @@ def precision_of(*arrays: Array) -> jax.lax.Precision:
 
 
 def as_bits(array: Array) -> Array:
-    """Returns an array to slice from: floats of two bytes as integers.
+    """Returns an array to slice from: bfloat16 as integers.
 
     XLA widens a bfloat16 array on a CPU before it slices it, all of it in every call
     (jax 0.10.2; not in 0.12). Integers it slices as they are.
     """
-    if array.dtype.itemsize == 2:
+    if array.dtype == jnp.bfloat16:
         return jax.lax.bitcast_convert_type(array, jnp.uint16)
     return array
 

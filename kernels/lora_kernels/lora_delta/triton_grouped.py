@@ -79,6 +79,8 @@ def grouped_kernel(
         v_mask = live[:, None] & inside[None, :]
         v = tl.load(v_ptr + column + v_tile, mask=v_mask, other=0.0)
         total = product_of_float32(h * factor[None, :], v, total)
+    # The tails of h are zeros, but not their product with a NaN of the slot's own rows.
+    total = tl.where(kept[:, None], total, 0.0)
     out = out_ptr + out_row * V_STRIDE + column
     out_tile = r[:, None] * V_STRIDE + n[None, :]
     mask = (r < MAX_RANK)[:, None] & inside[None, :]

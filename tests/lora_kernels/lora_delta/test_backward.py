@@ -134,6 +134,7 @@ def test_poison_of_one_adapter_reaches_no_other_gradient(value):
     spared = np.arange(spec.slots) != 1
     for name in ("a", "b", "scale"):
         np.testing.assert_array_equal(dirty[name][spared], clean[name][spared])
+    np.testing.assert_array_equal(dirty["a"][tail], 0)
 
 
 def without_absent_scales(arrays):

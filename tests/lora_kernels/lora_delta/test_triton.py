@@ -189,6 +189,9 @@ def test_poison_of_one_adapter_reaches_no_other_gradient(interpreter):
         np.testing.assert_array_equal(dirty[name][rows], clean[name][rows])
     for name in ("da", "db", "dscale"):
         np.testing.assert_array_equal(dirty[name][slots], clean[name][slots])
+    tail = np.arange(spec.rank_axis) >= arrays.rank[:, :, None]
+    assert tail[0].any()
+    np.testing.assert_array_equal(dirty["da"][tail], 0)
 
 
 def test_what_is_not_supported_is_refused_by_name(monkeypatch):

@@ -93,7 +93,7 @@ def _by_form():
             yield pytest.param(form, spec, marks=marks, id=f"{spec.name}-{form}")
 
 
-@pytest.mark.parametrize(("form", "spec"), _by_form())
+@pytest.mark.parametrize(("form", "spec"), list(_by_form()))
 def test_forms_for_accelerators_equal_float64(form, spec):
     arrays = arrays_of(spec)
     assert_equals_float64(run(form, arrays, spec.part_widths), arrays, spec)
