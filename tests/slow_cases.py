@@ -8,6 +8,7 @@ SLOW_CASES = {
     "layers/test_embed.py": [
         r"test_every_kind_in_one_batch.*\[True\]",
         "test_a_reused_slot",
+        r"own_tables\[False",
     ],
     "layers/test_experts.py": [
         r"test_every_layout_in_one_batch\[sizes[123]",
@@ -16,9 +17,15 @@ SLOW_CASES = {
         r"one_batch\[sizes4",
         "test_an_adapter_without_experts",
     ],
+    "layers/test_extras.py": [
+        "test_every_kind_equals_its_changed",
+    ],
     "layers/test_linear.py": [
         r"test_a_rank_may_exceed.*\[24-24\]",
         r"a_rank_may_exceed.*\[4-256\]",
+    ],
+    "layers/test_stacked.py": [
+        "test_each_layer_has_its_own_update",
     ],
     "layers/test_stacked_kinds.py": [
         "test_every_kind_equals_the_layers",
@@ -62,6 +69,9 @@ SLOW_CASES = {
     "models/test_experts.py": [
         r"a_loop_over_experts\[.*bfloat16",
     ],
+    "models/test_load.py": [
+        "capital_of_france",
+    ],
     "models/test_moe_block.py": [
         r"test_logits_equal_transformers\[.* .*\]",
         "test_bfloat16_stays_close",
@@ -93,6 +103,9 @@ SLOW_CASES = {
     "serving/test_head.py": [
         r"merged_head\[1\]",
     ],
+    "serving/test_sampling.py": [
+        "test_a_draw_depends_on_its_own",
+    ],
     "serving/test_vocabulary.py": [
         "test_each_row_draws_from_its_own",
     ],
@@ -116,10 +129,15 @@ SLOW_CASES = {
     "test_expert_parallel.py": [
         r"\[4\]",
         "test_tokens_of_one_device_alone",
+        "test_every_layout_in_one_batch",
+    ],
+    "test_expert_processes.py": [
+        "test_two_processes_serve",
     ],
     "test_experts_against_peft.py": [
         r"\[(qwen|olmoe|gpt_oss, square)",
         r"\[gpt_oss\]",
+        r"\[mixtral\]",
     ],
     "test_kinds_against_peft.py": [
         r"\[untied\]",
@@ -152,12 +170,17 @@ SLOW_CASES = {
         "test_swaps_leave",
         r"share_of_a_slot\[(False-shares0|True-shares1)",
         r"\[2-True\]",
+        "test_every_kind_of_adapter",
+        "share_of_a_slot",
     ],
     "test_two_mesh_axes.py": [
         "",
     ],
     "test_vocabulary.py": [
         "test_the_soft_cap",
+    ],
+    "worker/test_loading.py": [
+        "test_eight_threads_load",
     ],
     "worker/test_workers.py": [
         r"from_requests\[WorkerLoRAManager",

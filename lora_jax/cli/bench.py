@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
 def _generate(args: argparse.Namespace) -> int:
     import jax
 
-    from lora_jax.models import load_model
+    from lora_jax.models import load_causal_lm
     from lora_jax.serving.generate_bench import GenerationSizes, measure_generation
 
     sizes = GenerationSizes(
@@ -58,7 +58,7 @@ def _generate(args: argparse.Namespace) -> int:
     )
     keep_compiled_programs()
     with progress(f"loading {args.model}") as say:
-        model = load_model(args.model, args.dtype, progress=say)
+        model = load_causal_lm(args.model, args.dtype, progress=say)
     with progress("compiling and measuring"):
         base, lora, compiled = measure_generation(model, sizes)
     device = jax.devices()[0].device_kind
