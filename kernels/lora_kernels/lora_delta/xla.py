@@ -28,8 +28,8 @@ def lora_delta(
 ) -> Float[Array, "tokens d_out"]:
     """Returns `y` plus each token's low-rank update; see `api.lora_delta`.
 
-    On a CPU a row's bits depend on nothing but the row, its own slot, and the row tile,
-    which is chosen by the number of tokens and slots.
+    On a CPU a row's bits depend on nothing but the row, its own slot, and the shapes,
+    by which the form and its row tile are chosen.
     """
     if 0 in (*x.shape, *y.shape, a.shape[2]):
         return y

@@ -71,8 +71,7 @@ def loop(
         total = out[token]
         blocks = (jnp.max(site.rank[slot]) + ranks - 1) // ranks
         total = jax.lax.fori_loop(0, blocks, some_ranks, total)
-        mine = start[i] + jnp.arange(block, dtype=jnp.int32) < stop[i]
-        return _put(out, total, jnp.where(mine, token, tokens))
+        return _put(out, total, token, stop[i] - start[i])
 
     total = jax.lax.fori_loop(0, count, item, y.astype(dtype))
     return _narrowed(total, y, routing)
@@ -114,9 +113,11 @@ def _put(
     out: Float[Array, "tokens d_out"],
     total: Float[Array, "block d_out"],
     token: Int32[Array, " block"],
+    count: Int32[Array, ""],
 ) -> Float[Array, "tokens d_out"]:
-    """Writes rows in place; those whose token is not one of `out` are dropped."""
-    return out.at[token].set(total, mode="drop")
+    """Writes the first `count` rows of a block in place, each to its token."""
+    mine = jnp.arange(len(token), dtype=jnp.int32) < count
+    return out.at[jnp.where(mine, token, len(out))].set(total, mode="drop")
 
 
 def _narrowed(
@@ -161,8 +162,7 @@ def flat(
         strength = site.scale[slot] * routing.weight[token][:, None]
         own = h[slot, :, :, token // shared] * strength[:, :, None]
         total = out[token] + _expand_own_ranks(own, site, slot)
-        mine = start + jnp.arange(block, dtype=jnp.int32) < tokens
-        return _put(out, total, jnp.where(mine, token, tokens))
+        return _put(out, total, token, tokens - start)
 
     blocks = (tokens - first + block - 1) // block
     total = jax.lax.fori_loop(0, blocks, item, y.astype(dtype))
