@@ -1,8 +1,12 @@
 """The head of a model whose output weights are its embedding table."""
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
+
+DECODE_ROWS = 64
+"""Most rows for which a CPU multiplies the table with them, and not them with it."""
 
 
 class TiedHead(nnx.Module):
@@ -24,4 +28,21 @@ class TiedHead(nnx.Module):
         self, hidden: Float[Array, "*tokens d"], embedding: Float[Array, "vocab d"]
     ) -> Float[Array, "*tokens vocab"]:
         """Returns the logits of hidden states, in their dtype."""
-        return jnp.dot(hidden, embedding.T)
+        rows = hidden.reshape(-1, hidden.shape[-1])
+        if not 1 < len(rows) <= DECODE_ROWS:
+            return jnp.dot(hidden, embedding.T)
+        logits = jax.lax.platform_dependent(
+            rows, embedding, cpu=_table_first, default=lambda x, e: jnp.dot(x, e.T)
+        )
+        return logits.reshape(*hidden.shape[:-1], -1)
+
+
+def _table_first(
+    rows: Float[Array, "rows d"], embedding: Float[Array, "vocab d"]
+) -> Float[Array, "rows vocab"]:
+    """Returns `rows @ embedding.T` with the table as the product's left operand.
+
+    XLA's products of few rows are up to 1.5 times as fast this way round; the barrier
+    keeps it from turning them back.
+    """
+    return jax.lax.optimization_barrier(jnp.dot(embedding, rows.T)).T

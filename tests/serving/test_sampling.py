@@ -47,6 +47,17 @@ def test_temperature_zero_takes_the_most_likely_token():
     np.testing.assert_array_equal(tokens, np.argmax(logits, -1))
 
 
+def test_the_first_of_equal_logits_is_taken_and_a_token_of_the_vocabulary_always():
+    rows = np.zeros((5, 6), np.float32)
+    rows[0, [2, 4]] = 1
+    rows[1] = -np.inf
+    rows[2, 5] = np.inf
+    rows[3] = np.nan
+    rows[4, 3] = np.nan
+    tokens = draw(jnp.asarray(rows), [SamplingParams()] * 5)
+    np.testing.assert_array_equal(tokens, [2, 0, 5, 0, 0])
+
+
 @pytest.mark.parametrize(
     ("temperature", "top_k", "top_p"),
     [(1.0, 0, 1.0), (0.5, 0, 1.0), (2.0, 5, 1.0), (1.0, 0, 0.7), (1.5, 8, 0.8)],

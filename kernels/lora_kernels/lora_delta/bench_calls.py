@@ -42,6 +42,7 @@ XLA_FORMS = MappingProxyType(
     {
         "xla:loop": xla_cpu_forms.loop,
         "xla:flat": xla_cpu_forms.flat,
+        "xla:few": xla_cpu_forms.few,
         "xla:gather": xla_forms.gather,
         "xla:batched": xla_forms.batched,
     }

@@ -14,6 +14,9 @@ from lora_kernels.routing import Routing
 GATHER_TOKENS = 64
 """Most tokens for which each row reads its own A and B, where there is no loop."""
 
+ROW_BY_ROW_RANK = 16
+"""Largest rank axis for the forms that write the sum over it out on a CPU."""
+
 
 def lora_delta(
     x: Float[Array, "rows d_in"],
@@ -46,9 +49,11 @@ def _on_cpu(
     site: Site,
     routing: Routing,
 ) -> Float[Array, "tokens d_out"]:
-    tokens, slots = routing.slot.shape[0], site.a.shape[0]
-    if flat_fits(tokens, slots, site.a.shape[2]):
+    tokens, (slots, _, max_rank, _) = routing.slot.shape[0], site.a.shape
+    if flat_fits(tokens, slots, max_rank):
         return xla_cpu_forms.flat(x, y, site, routing)
+    if few_fits(tokens, max_rank):
+        return xla_cpu_forms.few(x, y, site, routing)
     return xla_cpu_forms.loop(x, y, site, routing, block=loop_block(tokens, slots))
 
 
@@ -70,7 +75,16 @@ def flat_fits(tokens: int, slots: int, max_rank: int) -> bool:
 
     It does in decode over a small bank, unless most rows share an adapter.
     """
-    return 4 <= tokens <= 32 and slots <= tokens and slots * max_rank <= 256
+    small = max_rank <= ROW_BY_ROW_RANK and slots * max_rank <= 256
+    return 8 <= tokens <= 32 and slots <= tokens and small
+
+
+def few_fits(tokens: int, max_rank: int) -> bool:
+    """Returns whether a copy of A for each row takes less time than a loop.
+
+    It does for a handful of rows; up to 16, unless most share an adapter.
+    """
+    return tokens <= 16 and max_rank <= ROW_BY_ROW_RANK
 
 
 def loop_block(tokens: int, slots: int) -> int:

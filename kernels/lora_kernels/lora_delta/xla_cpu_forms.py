@@ -6,11 +6,17 @@
     flat   one product of x with A of all slots, of which each row keeps its own slot's,
            then B row by row. Decode over few slots: a step of a loop costs more than
            the products of the other slots.
+    few    A copied for each row, then B row by row. A handful of rows, or decode over
+           many slots.
+
+The last two write their sum over the rank out, for small ranks alone: a term more takes
+longer to compile, and a row pays for all of them.
 
 What each promises is what `xla_forms` says of all.
 """
 
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -25,11 +31,8 @@ LOOP_RANKS = (16, 32)
 """Most ranks of A and B in one product of `loop`, where an item has up to 16 rows and
 where it has more: a slot costs its own largest rank, rounded up to this."""
 
-FLAT_RANKS = 16
-"""Terms of the sum over B that `flat` writes out: more take long to compile."""
-
-FLAT_BLOCK = 16
-"""Most rows that `flat` expands together: enough for all cores to have a share."""
+BLOCK = 16
+"""Most rows that `flat` and `few` expand together: enough for all cores to share."""
 
 
 def loop(
@@ -137,20 +140,52 @@ def flat(
     site: Site,
     routing: Routing,
 ) -> Float[Array, "tokens d_out"]:
-    """Adds the update from one product with A of all slots, then row by row.
-
-    The adapted rows come last in order, so a loop over blocks of them leaves out base
-    rows. It is also what keeps the sum out of the fusions that read y: XLA would
-    compute it again in each.
-    """
+    """Adds the update from one product with A of all slots, then row by row."""
     slots, parts, max_rank, d_in = site.a.shape
     dtype = wide_dtype(x, site.a, site.b)
     a = site.a.reshape(slots * parts * max_rank, d_in)
     # A is the left operand, as in `loop`.
     h = _dot(a.astype(dtype), x.astype(dtype), 1, 1)
     h = h.reshape(slots, parts, max_rank, x.shape[0])
+    return _row_by_row(lambda row, slot: h[slot, :, :, row], x, y, site, routing)
+
+
+def few(
+    x: Float[Array, "rows d_in"],
+    y: Float[Array, "tokens d_out"],
+    site: Site,
+    routing: Routing,
+) -> Float[Array, "tokens d_out"]:
+    """Adds the update row by row, from each row's own copy of A and B as it lies."""
+    dtype = wide_dtype(x, site.a, site.b)
+    rows = x.astype(dtype)
+
+    def own(
+        row: Int32[Array, " block"], slot: Int32[Array, " block"]
+    ) -> Float[Array, "block parts max_rank"]:
+        a = as_bits(site.a).at[slot].get(mode="promise_in_bounds")
+        axes = (((3,), (1,)), ((0,), (0,)))
+        return jax.lax.dot_general(from_bits(a, site.a, dtype), rows[row], axes)
+
+    return _row_by_row(own, x, y, site, routing)
+
+
+def _row_by_row(
+    own: Callable[[Array, Array], Float[Array, "block parts max_rank"]],
+    x: Float[Array, "rows d_in"],
+    y: Float[Array, "tokens d_out"],
+    site: Site,
+    routing: Routing,
+) -> Float[Array, "tokens d_out"]:
+    """Adds `h B` of each row's slot; `own(row of x, slot)` gives h of some tokens.
+
+    The adapted rows come last in order, so a loop over blocks of them leaves out base
+    rows. It is also what keeps the sum out of the fusions that read y: XLA would
+    compute it again in each.
+    """
+    dtype = wide_dtype(x, site.a, site.b)
     tokens, shared = routing.slot.shape[0], tokens_per_row(x, routing)
-    block, first = min(tokens, FLAT_BLOCK), routing.starts[1]
+    block, first = min(tokens, BLOCK), routing.starts[1]
     order = jnp.pad(routing.order, (0, block))
 
     def item(
@@ -160,8 +195,8 @@ def flat(
         token = jax.lax.dynamic_slice_in_dim(order, start, block)
         slot = jnp.maximum(routing.slot[token], 0)
         strength = site.scale[slot] * routing.weight[token][:, None]
-        own = h[slot, :, :, token // shared] * strength[:, :, None]
-        total = out[token] + _expand_own_ranks(own, site, slot)
+        h = own(token // shared, slot) * strength[:, :, None]
+        total = out[token] + _expand(h, site, slot)
         return _put(out, total, token, tokens - start)
 
     blocks = (tokens - first + block - 1) // block
@@ -169,43 +204,26 @@ def flat(
     return _narrowed(total, y, routing)
 
 
-def _expand_own_ranks(
+def _expand(
     h: Float[Array, "rows parts max_rank"], site: Site, slot: Int32[Array, " rows"]
 ) -> Float[Array, "rows d_out"]:
-    """Returns `h B` of each row's slot, by a sum that ends at the rows' largest rank.
+    """Returns `h B` of each row's slot.
 
-    The sum is written out over `FLAT_RANKS` terms, which XLA fuses with the gather of
-    B and cuts over the cores. Parts are seen as pieces of one width, so that all are
-    one fusion.
+    The sum over the rank is written out, which XLA fuses with the gather of B and cuts
+    over the cores. Parts are seen as pieces of one width, so that all are one fusion.
     """
     piece = math.gcd(*site.part_widths)
     owner = np.repeat(np.arange(h.shape[1]), np.asarray(site.part_widths) // piece)
     rank = site.rank[slot][:, owner, None]  # [t, pieces, 1]
-    max_rank = h.shape[2]
-    step = min(max_rank, FLAT_RANKS)
-    h = jnp.pad(h, ((0, 0), (0, 0), (0, -max_rank % step)))[:, owner]
+    h = h[:, owner]
     b = as_bits(site.b).reshape(*site.b.shape[:2], len(owner), piece)
     row = slot.astype(jnp.uint32)  # what is unsigned needs no care for negative ones
-
-    def some_ranks(
-        i: Int32[Array, ""], total: Float[Array, "rows pieces piece"]
-    ) -> Float[Array, "rows pieces piece"]:
-        first = i * step
-        h_some = jax.lax.dynamic_slice_in_dim(h, first, step, axis=2)
-        for k in range(step):
-            r = jnp.minimum(first + k, max_rank - 1).astype(jnp.uint32)
-            b_row = b.at[row, r].get(mode="promise_in_bounds")
-            product = h_some[:, :, k, None] * from_bits(b_row, site.b, h.dtype)
-            total = total + jnp.where(first + k < rank, product, 0)
-        return total
-
-    total = jnp.zeros((h.shape[0], len(owner), piece), h.dtype)
-    if step == max_rank:
-        total = some_ranks(jnp.int32(0), total)
-    else:
-        steps = (jnp.max(rank) + step - 1) // step
-        total = jax.lax.fori_loop(0, steps, some_ranks, total)
-    return total.reshape(h.shape[0], -1)
+    total = jnp.zeros((len(slot), len(owner), piece), h.dtype)
+    for r in range(site.b.shape[1]):
+        b_row = b.at[row, np.uint32(r)].get(mode="promise_in_bounds")
+        product = h[:, :, r, None] * from_bits(b_row, site.b, h.dtype)
+        total = total + jnp.where(r < rank, product, 0)
+    return total.reshape(len(slot), -1)
 
 
 def _dot(left: Array, right: Array, left_axis: int, right_axis: int) -> Array:

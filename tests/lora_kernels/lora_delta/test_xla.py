@@ -20,7 +20,7 @@ from lora_kernels import lora_delta
 from lora_kernels.lora_delta import xla_cpu_forms, xla_forms, xla_partitioned
 from lora_kernels.lora_delta.site import Site
 from lora_kernels.lora_delta.specs import arrays_of
-from lora_kernels.lora_delta.xla import batched_block, flat_fits, loop_block
+from lora_kernels.lora_delta.xla import batched_block, few_fits, flat_fits, loop_block
 
 GATHER_ELEMENTS = 2e7
 """Most elements of the copies that the forms for accelerators make on a CPU."""
@@ -35,6 +35,7 @@ FORMS = {
     "chosen": functools.partial(lora_delta, implementation="xla"),
     "loop": functools.partial(by_form, functools.partial(xla_cpu_forms.loop, block=8)),
     "flat": functools.partial(by_form, xla_cpu_forms.flat),
+    "few": functools.partial(by_form, xla_cpu_forms.few),
     "gather": functools.partial(by_form, xla_forms.gather),
     "batched": functools.partial(
         by_form, functools.partial(xla_forms.batched, block=16)
@@ -85,8 +86,10 @@ def test_every_pair_of_sizes_equals_float64(share):
 def _by_form():
     """Yields every case with every form; each case quickly with one of them."""
     cases = covering_cases(limit=GATHER_ELEMENTS, tokens=TOKENS[1:])
-    forms = ["flat", "gather", "batched", "partitioned"]
     for number, spec in enumerate(cases):
+        # Neither is chosen for more ranks, and each rank takes longer to compile.
+        row_by_row = ["flat", "few"] if spec.rank_axis <= 64 else []
+        forms = [*row_by_row, "gather", "batched", "partitioned"]
         for form in forms:
             slow = form != forms[number % len(forms)]
             marks = [pytest.mark.slow] if slow else []
@@ -230,10 +233,18 @@ def test_the_chosen_blocks_are_powers_of_two_within_their_bounds():
 def test_flat_is_for_decode_over_few_slots():
     assert flat_fits(16, 8, 16)
     assert flat_fits(32, 16, 16)
-    assert not flat_fits(2, 2, 16)  # two steps of the loop
+    assert not flat_fits(4, 4, 16)  # copies of A take less
     assert not flat_fits(64, 8, 16)  # a row meets B alone
     assert not flat_fits(8, 16, 16)  # most slots have no row
-    assert not flat_fits(32, 16, 64)  # A of all slots is large
+    assert not flat_fits(32, 32, 16)  # A of all slots is large
+    assert not flat_fits(16, 2, 64)  # a sum too long to write out
+
+
+def test_few_is_for_a_handful_of_rows_of_small_rank():
+    assert few_fits(1, 16)
+    assert few_fits(16, 8)
+    assert not few_fits(17, 16)  # rows of one adapter would each copy its A
+    assert not few_fits(1, 17)  # a sum too long to write out
 
 
 def _compiled(spec, form, donate=()):
@@ -244,13 +255,13 @@ def _compiled(spec, form, donate=()):
     return jax.jit(call, donate_argnums=donate).lower(*positional, **keywords).compile()
 
 
-@pytest.mark.parametrize("form", ["loop", "flat"])
+@pytest.mark.parametrize("form", ["loop", "flat", "few"])
 def test_no_form_for_a_cpu_widens_a_table_to_slice_it(form):
     # All of B, and in a loop all of A, in float32: what a call would cost whatever the
     # batch. Only the product over all slots takes A as it is.
     spec = small(tokens=8, d_in=96, dtype="bfloat16")
     arrays = arrays_of(spec)
-    shapes = [arrays.b.shape, arrays.a.shape] if form == "loop" else [arrays.b.shape]
+    shapes = [arrays.b.shape] if form == "flat" else [arrays.b.shape, arrays.a.shape]
     program = _compiled(spec, form).as_text()
     for shape in shapes:
         wide = "f32[" + ",".join(map(str, shape)) + "]"

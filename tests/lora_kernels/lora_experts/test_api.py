@@ -27,6 +27,7 @@ from lora_kernels.lora_experts.checks import check_arguments
 FORMS = {
     "loop": functools.partial(xla_cpu_forms.loop, block=4),
     "flat": xla_cpu_forms.flat,
+    "few": xla_cpu_forms.few,
     "gather": xla_forms.gather,
     "batched": functools.partial(xla_forms.batched, block=16),
 }
