@@ -24,6 +24,10 @@ SLOW_CASES = {
         r"test_a_rank_may_exceed.*\[24-24\]",
         r"a_rank_may_exceed.*\[4-256\]",
     ],
+    "layers/test_placement.py": [
+        r"test_a_batch_on_devices.*-4-",
+        r"test_gradients_of_the_slots.*fused",
+    ],
     "layers/test_stacked.py": [
         "test_each_layer_has_its_own_update",
     ],
@@ -34,6 +38,7 @@ SLOW_CASES = {
         r"equal_float64\[.*float16",
     ],
     "lora_kernels/grouped_dot/test_xla.py": [
+        r"test_every_size.*float16\]",
         r"float64\[.*reference",
         "test_the_form_for_accelerators.*float16",
         r"larger_than_a_tile_equal_float64\[24",
@@ -52,9 +57,14 @@ SLOW_CASES = {
         r"never_reaches_a_row\[.*-inf-",
     ],
     "lora_kernels/lora_experts/test_api.py": [
+        r"in_float64\[(top-8-of-64|many-rows)-xla",
+        r"never_reaches_a_pair.*\[shared-rows-(flat|few|batched)",
         "test_forms_for_few_and_for_many",
         r"in_float64\[.*-reference\]",
         r"never_reaches_a_pair.*\[.*reference",
+    ],
+    "lora_kernels/lora_experts/test_backward.py": [
+        r"in_float64\[many-rows",
     ],
     "manager/test_holds.py": [
         r"goes_on_in_its_slot\[deactivated\]",
@@ -67,12 +77,15 @@ SLOW_CASES = {
         r"what_is_before_it\[None-1-None-None\]",
     ],
     "models/test_experts.py": [
+        r"a_loop_over_experts\[sixty-four",
         r"a_loop_over_experts\[.*bfloat16",
     ],
     "models/test_load.py": [
         "capital_of_france",
     ],
     "models/test_moe_block.py": [
+        r"test_logits_equal_transformers\[olmoe",
+        r"decode_equals_transformers\[qwen2_moe",
         r"test_logits_equal_transformers\[.* .*\]",
         "test_bfloat16_stays_close",
         r"equals_transformers\[(olmoe|qwen3_moe|.* .*)",
@@ -107,13 +120,18 @@ SLOW_CASES = {
         "test_a_draw_depends_on_its_own",
     ],
     "serving/test_vocabulary.py": [
+        "test_draws_of_base_rows_stay",
         "test_each_row_draws_from_its_own",
+    ],
+    "test_bank_shapes.py": [
+        r"family_with_experts\[qwen2_moe",
     ],
     "test_cli.py": [
         "test_generate_in_bfloat16",
         "test_random_answers_do_not_depend",
     ],
     "test_cli_texts.py": [
+        r"test_scores_and_labels_are_those_of_each_rows_own_head\[bert",
         r"test_embeddings_are_pooled_hidden_states\[(llama|roberta|bert-(cls|last))",
         r"test_scores_and_labels_are_those_of_each_rows_own_head\[(llama|roberta)",
         r"own_label_names_are_used\[(roberta|llama)",
@@ -148,11 +166,14 @@ SLOW_CASES = {
         r"\[(mixtral|gpt_oss)",
     ],
     "test_models_against_peft.py": [
+        r"beside_a_base_row\[(phi3|gemma3|bert body)\]",
         r"beside_a_base_row\[(mistral|qwen2|gemma2|roberta.*)\]",
         r"beside_a_base_row\[(qwen3|bert) scores\]",
         r"beside_a_base_row\[qwen3\]",
     ],
     "test_other_models.py": [
+        r"checkpoints_of_the_other\[base-scan",
+        r"types_and_values\[einsum",
         r"however_it_is_run\[scan\]",
         r"however_it_is_run\[einsum\]",
         r"types_and_values\[scan\]",
@@ -166,6 +187,7 @@ SLOW_CASES = {
         r"dequantised_base\[2\]",
     ],
     "test_tensor_parallel.py": [
+        r"(gathers_no_slot_array|no_other_adapter_compiles_again)\[True",
         r"\[4",
         "test_swaps_leave",
         r"share_of_a_slot\[(False-shares0|True-shares1)",
