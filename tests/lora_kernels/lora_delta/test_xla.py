@@ -86,10 +86,8 @@ def test_every_pair_of_sizes_equals_float64(share):
 def _by_form():
     """Yields every case with every form; each case quickly with one of them."""
     cases = covering_cases(limit=GATHER_ELEMENTS, tokens=TOKENS[1:])
+    forms = ["flat", "few", "gather", "batched", "partitioned"]
     for number, spec in enumerate(cases):
-        # Neither is chosen for more ranks, and each rank takes longer to compile.
-        row_by_row = ["flat", "few"] if spec.rank_axis <= 64 else []
-        forms = [*row_by_row, "gather", "batched", "partitioned"]
         for form in forms:
             slow = form != forms[number % len(forms)]
             marks = [pytest.mark.slow] if slow else []
